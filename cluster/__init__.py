@@ -1,0 +1,1 @@
+"""The fleet: Ray controller, engines, gRPC router, OpenAI gateway, metrics and command line."""

@@ -1,0 +1,62 @@
+"""Engine endpoints: what the controller publishes and the router and gateway watch.
+
+One :class:`EngineEndpoint` is one engine (one replica of a model deployment) that serves
+``vllm.grpc.engine.VllmEngine``. A :class:`Snapshot` is the whole set at one version; versions only grow within
+one ``epoch`` (the life of one controller process), so a watcher that sees a new epoch starts over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class EngineState(StrEnum):
+    """Life of an engine as seen by the router: only READY engines are picked."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEndpoint:
+    """Where one engine listens and what it serves."""
+
+    engine_id: str  # unique per life: a restarted engine has a new id
+    model: str  # the name clients ask for
+    address: str  # host:port of the gRPC service
+    metrics_url: str  # http://host:port/metrics
+    state: EngineState = EngineState.STARTING
+    device: str = ""  # e.g. "npu Ascend910B3" or "virtual npu Ascend910B3"
+    node_id: str = ""
+    role: str = "both"  # prefill | decode | both
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """All endpoints of the fleet at one version."""
+
+    epoch: str
+    version: int
+    endpoints: tuple[EngineEndpoint, ...] = ()
+
+    def ready(self, model: str | None = None) -> tuple[EngineEndpoint, ...]:
+        """The engines that may take requests, optionally of one model."""
+        return tuple(
+            e for e in self.endpoints if e.state is EngineState.READY and (model is None or e.model == model)
+        )
+
+
+class EndpointSource(Protocol):
+    """Something that knows the engines: the controller, or a static list."""
+
+    def watch(self) -> AsyncIterator[Snapshot]:
+        """Yield the present snapshot at once, then every newer one; never ends by itself.
+
+        A source that loses its backend keeps the last snapshot and reconnects.
+        """
+        ...
