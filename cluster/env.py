@@ -1,0 +1,42 @@
+"""The environment variables that the fleet reads, in one typed place.
+
+``NPUFLEET_HOME``
+    Folder for what the fleet keeps on this machine: converted checkpoints, the state of a local fleet and its
+    logs. Default ``~/.cache/npufleet``.
+``NPUFLEET_DEVICE``
+    Which virtual NPUs to present, ``virtual:COUNT[:SOC][,hbm=SIZE][,null]``. The virtual NPU reads and
+    validates it; the fleet only hands it on and takes the count from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+HOME = "NPUFLEET_HOME"
+DEVICE = "NPUFLEET_DEVICE"
+DEFAULT_VIRTUAL_DEVICE = "virtual:8:Ascend910B3,hbm=64GiB"
+
+_DEVICE_SETTING = re.compile(r"virtual:(?P<count>[1-9][0-9]*)(:(?P<soc>[A-Za-z0-9_-]+))?(,.*)?")
+
+
+def home() -> Path:
+    """Return the folder where the fleet keeps its files, as an absolute path (it may not exist yet)."""
+    return Path(os.environ.get(HOME) or "~/.cache/npufleet").expanduser().absolute()
+
+
+def virtual_device() -> tuple[int, str]:
+    """Return how many virtual NPUs the environment asks for, and of which chip.
+
+    Raises:
+        ValueError: if ``NPUFLEET_DEVICE`` is set to something that is not a virtual NPU setting.
+    """
+    setting = os.environ.get(DEVICE) or DEFAULT_VIRTUAL_DEVICE
+    match = _DEVICE_SETTING.fullmatch(setting)
+    if match is None:
+        raise ValueError(
+            f"{DEVICE} is {setting!r}; expected virtual:COUNT[:SOC][,hbm=SIZE][,null], "
+            f"for example {DEFAULT_VIRTUAL_DEVICE}"
+        )
+    return int(match["count"]), match["soc"] or "Ascend910B3"
