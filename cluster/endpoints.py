@@ -1,8 +1,8 @@
 """Engine endpoints: what the controller publishes and the router and gateway watch.
 
 One :class:`EngineEndpoint` is one engine (one replica of a model deployment) that serves
-``vllm.grpc.engine.VllmEngine``. A :class:`Snapshot` is the whole set at one version; versions only grow within
-one ``epoch`` (the life of one controller process), so a watcher that sees a new epoch starts over.
+``vllm.grpc.engine.VllmEngine``. A :class:`Snapshot` is the whole set at one version; versions only grow
+within one ``epoch`` (the life of one controller process), so a watcher that sees a new epoch starts over.
 """
 
 from __future__ import annotations

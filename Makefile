@@ -1,0 +1,45 @@
+# npufleet: `make help` lists what there is.
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+PORT ?= 8000
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-check test test-all lint format bench-engine bench-router clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: ## Install everything into .venv (a second run takes seconds)
+	@VENV=$(VENV) scripts/setup.sh
+
+demo: setup ## Serve a real chat model on virtual NPUs behind router and gateway, ask it a question, keep serving
+	$(BIN)/npufleet serve demo --replicas 2 --port $(PORT) --ask
+
+demo-check: setup ## The same unattended: exit 0 after a right answer and a clean stop
+	$(BIN)/npufleet serve demo --replicas 2 --port $(PORT) --ask --once
+
+test: setup ## Run the test suite
+	$(PYTEST) -m "not slow"
+
+test-all: setup ## Run the test suite with the slow tests
+	$(PYTEST)
+
+lint: setup ## Run the linter, the format check and the type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-engine: setup ## Engine on a virtual NPU against vLLM's CPU backend; whole path against the engine; host overhead
+	$(BIN)/python benchmarks/engine.py
+
+bench-router: setup ## Router relay cost per token against a direct stream
+	$(BIN)/python benchmarks/router_relay.py
+
+clean: ## Remove the environment and build products
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache
