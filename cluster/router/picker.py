@@ -1,0 +1,123 @@
+"""The picker: from a request to a leased engine.
+
+The gRPC front and the OpenAI gateway share one picker, so both see the same loads. A lease counts the request
+against its engine until it is released; releasing also tells the pool how the engine did.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import grpc
+
+from npufleet.cluster.endpoints import EngineEndpoint
+from npufleet.cluster.router.base import Policy, RequestInfo, decide
+from npufleet.cluster.router.errors import NoEngine, NoEngineReason
+from npufleet.cluster.router.member import Member
+from npufleet.cluster.router.pool import EnginePool
+
+__all__ = ["Lease", "NoEngine", "NoEngineReason", "Picker", "RequestInfo"]
+
+_UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
+
+
+class Lease:
+    """One request's claim on one engine.
+
+    Call :meth:`started` at the first output and :meth:`release` at the end, once, whatever happened; as a context
+    manager it releases by itself, with the status of a ``grpc.aio.AioRpcError`` that leaves the block.
+    """
+
+    __slots__ = ("_member", "_open", "_started", "_tokens")
+
+    def __init__(self, member: Member, prompt_tokens: int) -> None:
+        self._member = member
+        self._tokens = prompt_tokens or _UNKNOWN_PROMPT_TOKENS
+        self._started = False
+        self._open = True
+        member.ledger.sent(self._tokens)
+
+    @property
+    def endpoint(self) -> EngineEndpoint:
+        """The engine that was picked."""
+        return self._member.endpoint
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The pool's channel to that engine. It belongs to the pool: do not close it."""
+        return self._member.channel
+
+    def started(self) -> None:
+        """The first output came back: the prompt is no longer queued. Further calls change nothing."""
+        if self._open and not self._started:
+            self._started = True
+            self._member.ledger.started(self._tokens)
+
+    def release(self, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
+        """The request ended with ``code`` as its engine gave it. Further calls change nothing.
+
+        UNAVAILABLE takes the engine out of the rotation until a probe succeeds, an internal error asks for a
+        probe at once; what the client caused leaves the engine alone.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._member.ledger.ended(self._tokens, started=self._started)
+        self._member.outcome(code)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            self.release(error.code())
+        else:
+            self.release(grpc.StatusCode.OK if error is None else grpc.StatusCode.CANCELLED)
+
+
+class Picker:
+    """Chooses engines with one policy over one pool."""
+
+    def __init__(self, pool: EnginePool, policy: Policy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._tickets: dict[str, int] = {}
+
+    @property
+    def pool(self) -> EnginePool:
+        """The engines this picker chooses from."""
+        return self._pool
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use."""
+        return self._policy
+
+    def models(self) -> dict[str, int]:
+        """Every known model deployment with its number of engines that can take a request now."""
+        return self._pool.models()
+
+    async def pick(self, info: RequestInfo) -> Lease:
+        """Lease the best engine for ``info``.
+
+        Does not wait today; it is a coroutine so that admission control may. Raises :class:`NoEngine`.
+        """
+        model = self._pool.resolve(info.model)
+        members = self._pool.pickable(model)
+        if not members:
+            raise self._pool.not_ready(model)
+        candidates = [member for member in members if member.engine_id not in info.excluded]
+        if not candidates:
+            raise NoEngine(
+                NoEngineReason.EXCLUDED,
+                f"every ready engine of model {model!r} already failed this request ({len(members)} tried)",
+                retry_after=self._pool.retry_after,
+            )
+        ticket = self._tickets.get(model, 0)
+        self._tickets[model] = ticket + 1
+        chosen = decide(self._policy, info, [member.load() for member in candidates], ticket)
+        member = next(m for m in candidates if m.engine_id == chosen.engine_id)
+        self._pool.on_pick(member)
+        return Lease(member, info.prompt_tokens)
