@@ -17,7 +17,7 @@ constexpr int VNPU_INVALID_PARAM = 100000;
 constexpr int VNPU_NOT_SUPPORTED = 200001;      // ACL_ERROR_API_NOT_SUPPORT
 constexpr int VNPU_OUT_OF_MEMORY = 207001;      // ACL_ERROR_RT_MEMORY_ALLOCATION
 constexpr int VNPU_INTERNAL = 500000;           // ACL_ERROR_INTERNAL_ERROR
-constexpr int VNPU_STREAM_CAPTURED = 107030;    // "operation not permitted when stream is capturing"
+constexpr int VNPU_STREAM_CAPTURED = 107030;    // ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT
 
 // An error with its ACL code; what() is the text that aclGetRecentErrMsg will give.
 class VnpuError : public std::runtime_error {
@@ -34,6 +34,9 @@ int vnpu_fail(int code, const char* fmt, ...) __attribute__((format(printf, 2, 3
 
 // True while this thread has a graph capture open (aclmdlRICaptureBegin ... End).
 bool vnpu_capturing();
+// True when this stream (an aclrtStream) takes part in an open capture: the one it was begun on, and
+// those that have since waited for an event recorded inside it.
+bool vnpu_stream_capturing(const void* stream);
 // Appends a step to the capture that this thread has open. Each replay runs the steps again in order, on
 // the thread that replays. A step reports failure with vnpu_throw. `name` appears in error messages.
 // Whoever records runs the work once himself during capture (as the boxed kernels do), or not at all:
