@@ -1,9 +1,9 @@
 """What a routing policy sees and decides.
 
-A policy is three pure functions over immutable values: ``filter`` narrows the candidates, ``score`` gives each a
-cost (lower is better), ``choose`` takes one. It never sees a channel and never counts anything itself, so each
-decision can be replayed from its inputs. Whether an engine may be picked at all (ready, right model, not
-excluded by a retry) is settled before a policy is asked.
+A policy is three pure functions over immutable values: ``filter`` narrows the candidates, ``score`` gives
+each a cost (lower is better), ``choose`` takes one. It never sees a channel and never counts anything itself,
+so each decision can be replayed from its inputs. Whether an engine may be picked at all (ready, right model,
+not excluded by a retry) is settled before a policy is asked.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LoadReport:
 class EngineLoad:
     """One engine's load at one moment.
 
-    ``report`` is None when the engine never answered GetLoads or its last answer is too old to be believed; the
-    router's own counts are always true, for what this router sent.
+    ``report`` is None when the engine never answered GetLoads or its last answer is too old to be believed;
+    the router's own counts are always true, for what this router sent.
     """
 
     engine_id: str

@@ -1,7 +1,7 @@
 """Failures that the router reports, and what an engine's gRPC status says about the engine.
 
-A status that the client caused (a bad argument, a cancelled stream, an expired deadline) says nothing about the
-engine: it is never retried and never counted against it.
+A status that the client caused (a bad argument, a cancelled stream, an expired deadline) says nothing about
+the engine: it is never retried and never counted against it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Code = grpc.StatusCode
 
 # The transport broke or the engine refuses work: it is out of the rotation until a probe succeeds.
 LOST = frozenset({Code.UNAVAILABLE})
-# The engine failed while it had the request: another engine may succeed, but the request itself may be what broke
-# it, so one more engine is tried and no more.
+# The engine failed while it had the request: another engine may succeed, but the request itself may be what
+# broke it, so one more engine is tried and no more.
 BROKE = frozenset({Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS})
 # The engine is well but full: another may have room.
 FULL = frozenset({Code.RESOURCE_EXHAUSTED})
@@ -31,7 +31,7 @@ class NoEngineReason(StrEnum):
     EXCLUDED = "excluded"  # engines are ready, but each already failed this request
 
 
-class NoEngine(Exception):  # noqa: N818 - an outcome with its own vocabulary, not "an error happened"
+class NoEngine(Exception):
     """No engine can take the request.
 
     ``retry_after`` is seconds after which asking again may help, or None where it cannot.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from types import TracebackType
 
 import grpc
-
 from npufleet.cluster.endpoints import EngineEndpoint
 from npufleet.cluster.router.base import Policy, RequestInfo, decide
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
@@ -24,8 +23,9 @@ _UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
 class Lease:
     """One request's claim on one engine.
 
-    Call :meth:`started` at the first output and :meth:`release` at the end, once, whatever happened; as a context
-    manager it releases by itself, with the status of a ``grpc.aio.AioRpcError`` that leaves the block.
+    Call :meth:`started` at the first output and :meth:`release` at the end, once, whatever happened; as a
+    context manager it releases by itself, with the status of a ``grpc.aio.AioRpcError`` that leaves the
+    block.
     """
 
     __slots__ = ("_member", "_open", "_started", "_tokens")

@@ -1,0 +1,121 @@
+"""One call at the front: what its metadata says, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
+
+import grpc
+from npufleet.cluster.router.errors import NoEngine
+from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics
+from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+_log = logging.getLogger(__name__)
+_OF_THIS_HOP = frozenset({"user-agent", "te", "content-type"})  # a connection's own, not the request's
+
+
+class CallError(Exception):
+    """The call ends with this status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+        self.trailing = tuple(trailing)
+
+    @classmethod
+    def from_no_engine(cls, error: NoEngine) -> CallError:
+        """With ``retry-after`` (s) and gRPC's ``grpc-retry-pushback-ms`` where asking again may help."""
+        trailing: list[tuple[str, str | bytes]] = []
+        if error.retry_after is not None:
+            trailing = [
+                ("retry-after", f"{error.retry_after:g}"),
+                ("grpc-retry-pushback-ms", str(int(error.retry_after * 1000))),
+            ]
+        return cls(error.code, str(error), trailing)
+
+    @classmethod
+    def from_engine(cls, error: grpc.aio.AioRpcError, engine_id: str, prefix: str = "") -> CallError:
+        """An engine's own status, passed on; ``prefix`` tells what the router knows beyond it."""
+        details = error.details() or error.code().name
+        trailing = [*(error.trailing_metadata() or ()), (ENGINE_KEY, engine_id)]
+        return cls(error.code(), f"{prefix}{details}", trailing)
+
+
+class Call:
+    """A view of a servicer context."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self.context = context
+        self.metadata: Metadata = tuple(context.invocation_metadata() or ())
+        self.model_label = UNKNOWN_MODEL  # becomes the model's name once it is known to exist
+
+    @property
+    def peer(self) -> str:
+        """The client's connection, as gRPC names it."""
+        return self.context.peer()
+
+    @property
+    def model(self) -> str:
+        """The model asked for, or ""."""
+        return self._text(MODEL_KEY)
+
+    @property
+    def engine_id(self) -> str:
+        """The engine asked for (control calls only), or ""."""
+        return self._text(ENGINE_KEY)
+
+    def forwarded(self) -> Metadata:
+        """The metadata that goes on to the engine."""
+        return [(k, v) for k, v in self.metadata if k not in _OF_THIS_HOP and not k.startswith("grpc-acc")]
+
+    def remaining(self, default: float) -> float:
+        """Seconds that the client still waits, at most ``default`` where it set no deadline."""
+        left = self.context.time_remaining()
+        return default if left is None else max(0.0, left)
+
+    def _text(self, key: str) -> str:
+        for name, value in self.metadata:
+            if name == key:
+                return value if isinstance(value, str) else value.decode(errors="replace")
+        return ""
+
+
+Body = Callable[[bytes, Call], Awaitable[bytes | None]]
+
+
+def handler(method: str, body: Body, metrics: RouterMetrics) -> Callable[..., Awaitable[bytes | None]]:
+    """A grpc.aio handler around ``body``: ends the call with the right status and counts it."""
+
+    async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes | None:
+        call = Call(context)
+        code = grpc.StatusCode.UNKNOWN  # what grpc.aio answers if something unforeseen leaves this function
+        try:
+            result = await body(raw, call)
+            code = grpc.StatusCode.OK
+            return result
+        except NoEngine as error:
+            code = error.code
+            await _end(context, CallError.from_no_engine(error))
+        except CallError as error:
+            code = error.code
+            await _end(context, error)
+        except asyncio.CancelledError:
+            left = context.time_remaining()
+            late = left is not None and left <= 0
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            metrics.ended(call.model_label, method, code)
+
+    return handle
+
+
+async def _end(context: grpc.aio.ServicerContext, error: CallError) -> NoReturn:
+    _log.info("call ends with %s: %s", error.code.name, error.details)
+    await context.abort(error.code, error.details, tuple(error.trailing))
+    raise AssertionError("abort() raises")

@@ -1,0 +1,68 @@
+"""The router's face: the same ``vllm.grpc.engine.VllmEngine`` that each engine serves.
+
+A client of one engine works against the router unchanged, and gets the fleet as one big engine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from npufleet.cluster.router.call import Body, handler
+from npufleet.cluster.router.control import Control
+from npufleet.cluster.router.health import HEALTH_SERVICE, HealthService
+from npufleet.cluster.router.metrics import RouterMetrics
+from npufleet.cluster.router.picker import Picker
+from npufleet.cluster.router.relay import Relay
+from npufleet.cluster.router.requests import LiveRequests
+from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.wire import METHODS, SERVICE
+
+
+class Front:
+    """The gRPC services of one router."""
+
+    def __init__(self, picker: Picker, metrics: RouterMetrics, settings: RouterSettings) -> None:
+        self._metrics = metrics
+        self.live = LiveRequests()
+        self.health = HealthService(picker.pool)
+        self.control = Control(picker, self.live, settings)
+        self.relay = Relay(picker, self.live, metrics, settings)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register VllmEngine, health and reflection."""
+        bodies = self._bodies()
+        assert bodies.keys() == METHODS.keys(), "each method of the service has one place that answers it"
+        handlers = {name: self._handler(name, body) for name, body in bodies.items()}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+
+    def begin_close(self) -> None:
+        """Say that this router no longer serves and end the streams that never end by themselves."""
+        self.health.close()
+        self.control.end_subscriptions()
+
+    def _bodies(self) -> dict[str, Body]:
+        one, every = self.control.ask_one, self.control.tell_all
+        return {
+            "Generate": self.relay.generate,
+            "Embed": self.relay.embed,
+            "Abort": self.control.abort,
+            "HealthCheck": self.control.health_check,
+            "GetLoads": self.control.get_loads,
+            "GetTokenizer": self.control.get_tokenizer,
+            "SubscribeKvEvents": self.control.subscribe_kv_events,
+            **{name: partial(one, name) for name in ("GetModelInfo", "GetServerInfo")},
+            **{name: partial(every, name) for name in ("FlushCache", "StartProfile", "StopProfile")},
+        }
+
+    def _handler(self, name: str, body: Body) -> grpc.RpcMethodHandler:
+        kind = (
+            grpc.unary_stream_rpc_method_handler
+            if METHODS[name].server_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return kind(handler(name, body, self._metrics))  # no serializers: messages stay bytes

@@ -1,0 +1,193 @@
+"""Generate and Embed: pick an engine, relay the bytes, try another engine while nothing was answered yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+from npufleet.cluster.router.call import Call, CallError
+from npufleet.cluster.router.errors import LOST
+from npufleet.cluster.router.metrics import RouterMetrics
+from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
+from npufleet.cluster.router.requests import LiveRequest, LiveRequests
+from npufleet.cluster.router.retry import RetryBudget, worth_retrying
+from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.wire import ENGINE_KEY, path, read_head, with_request_id
+
+_CANCELLED = grpc.StatusCode.CANCELLED
+
+
+@dataclass(kw_only=True, slots=True)
+class _Job:
+    """One request on its way through the router."""
+
+    call: Call
+    method: str
+    raw: bytes
+    info: RequestInfo
+    live: LiveRequest
+    arrived: float  # perf_counter seconds
+
+
+@dataclass(kw_only=True, slots=True)
+class _Opened:
+    """An attempt that got its first answer: the message, or EOF of a stream that ended with none."""
+
+    lease: Lease
+    rpc: Any  # grpc.aio.UnaryStreamCall or UnaryUnaryCall of raw bytes
+    first: Any
+
+
+class Relay:
+    """The two calls that cost an engine work."""
+
+    def __init__(
+        self, picker: Picker, live: LiveRequests, metrics: RouterMetrics, settings: RouterSettings
+    ) -> None:
+        self._picker = picker
+        self._live = live
+        self._metrics = metrics
+        self._settings = settings
+        self._budget = RetryBudget(settings.retry_budget)
+
+    async def generate(self, raw: bytes, call: Call) -> None:
+        """Relay a Generate stream; its messages are the engine's bytes."""
+        await self._run("Generate", raw, call, self._generate)
+
+    async def embed(self, raw: bytes, call: Call) -> bytes:
+        """Relay an Embed call."""
+        return await self._run("Embed", raw, call, self._embed)
+
+    async def _run(
+        self, method: str, raw: bytes, call: Call, answer: Callable[[_Job], Awaitable[Any]]
+    ) -> Any:
+        arrived = time.perf_counter()
+        try:
+            head = read_head(method, raw)
+        except ValueError as error:
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        model = self._picker.pool.resolve(call.model)
+        call.model_label = model
+        with (
+            self._live.enter(head.request_id, call.peer) as live,
+            self._metrics.in_flight.labels(model).track_inprogress(),
+        ):
+            if live.engine_request_id != head.request_id:
+                raw = with_request_id(raw, live.engine_request_id)
+            info = RequestInfo(
+                model=model, prompt_tokens=head.prompt_tokens, request_id=live.engine_request_id
+            )
+            job = _Job(call=call, method=method, raw=raw, info=info, live=live, arrived=arrived)
+            return await answer(job)
+
+    async def _generate(self, job: _Job) -> None:
+        opened = await self._open(job, _read_first)
+        lease, rpc, context = opened.lease, opened.rpc, job.call.context
+        code, sent = _CANCELLED, 0
+        try:
+            await context.send_initial_metadata(await _answer_metadata(rpc, lease))
+            message = opened.first
+            if message is not grpc.aio.EOF:
+                self._metrics.first_message.labels(job.info.model).observe(time.perf_counter() - job.arrived)
+            while message is not grpc.aio.EOF:
+                await context.write(message)
+                sent += 1
+                message = await rpc.read()
+            context.set_trailing_metadata(tuple(await rpc.trailing_metadata()))
+            code = grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            raise self._broken_off(error, lease, sent) from error
+        finally:
+            if code is _CANCELLED:
+                rpc.cancel()
+            lease.release(code)
+
+    async def _embed(self, job: _Job) -> bytes:
+        opened = await self._open(job, _read_only)
+        job.call.context.set_trailing_metadata(((ENGINE_KEY, opened.lease.endpoint.engine_id),))
+        opened.lease.release()
+        return opened.first
+
+    async def _open(self, job: _Job, wait: Callable[[Any], Awaitable[Any]]) -> _Opened:
+        """Dispatch until an engine answers; raises CallError or NoEngine."""
+        attempts = 0
+        while True:
+            lease = await self._pick(job, attempts)
+            job.live.lease = lease
+            rpc = None
+            try:
+                rpc = self._dispatch(job, lease)
+                first = await wait(rpc)
+            except grpc.aio.AioRpcError as error:
+                lease.release(error.code())
+                job.live.lease = None
+                attempts += 1
+                failure = self._failed(error, lease)
+                job.info = replace(job.info, excluded=job.info.excluded | {lease.endpoint.engine_id})
+                if not self._again(job, error.code(), attempts):
+                    raise failure from error
+            except BaseException:  # the client left, or a defect: either way the engine must not work on
+                if rpc is not None:
+                    rpc.cancel()
+                lease.release(_CANCELLED)
+                raise
+            else:
+                lease.started()
+                self._budget.succeeded()
+                return _Opened(lease=lease, rpc=rpc, first=first)
+
+    async def _pick(self, job: _Job, attempts: int) -> Lease:
+        if job.live.aborted:
+            raise CallError(_CANCELLED, f"request {job.live.client_id!r} was aborted")
+        lease = await self._picker.pick(job.info)
+        if not attempts:
+            self._metrics.overhead.labels(job.info.model).observe(time.perf_counter() - job.arrived)
+        return lease
+
+    def _dispatch(self, job: _Job, lease: Lease) -> Any:
+        kind = lease.channel.unary_stream if job.method == "Generate" else lease.channel.unary_unary
+        timeout = job.call.remaining(self._settings.request_timeout)
+        return kind(path(job.method))(job.raw, timeout=timeout, metadata=tuple(job.call.forwarded()))
+
+    def _again(self, job: _Job, code: grpc.StatusCode, attempts: int) -> bool:
+        others = any(m.engine_id not in job.info.excluded for m in self._picker.pool.pickable(job.info.model))
+        if not others or not worth_retrying(code, attempts, self._settings.max_attempts):
+            return False
+        if not self._budget.take():
+            self._metrics.retries_refused.inc()
+            return False
+        self._metrics.retries.labels(job.info.model, code.name).inc()
+        return True
+
+    def _failed(self, error: grpc.aio.AioRpcError, lease: Lease) -> CallError:
+        """The status of a request whose last engine failed before any output."""
+        engine_id = lease.endpoint.engine_id
+        if error.code() not in LOST:
+            return CallError.from_engine(error, engine_id)
+        hint = CallError.from_no_engine(self._picker.pool.not_ready(lease.endpoint.model))
+        prefix = f"engine {engine_id!r} could not take the request: "
+        failure = CallError.from_engine(error, engine_id, prefix)
+        failure.trailing = (*failure.trailing, *hint.trailing)
+        return failure
+
+    def _broken_off(self, error: grpc.aio.AioRpcError, lease: Lease, sent: int) -> CallError:
+        """The status of a stream that broke after ``sent`` messages: too late to start over elsewhere."""
+        engine_id = lease.endpoint.engine_id
+        prefix = f"engine {engine_id!r} was lost after {sent} messages: " if error.code() in LOST else ""
+        return CallError.from_engine(error, engine_id, prefix)
+
+
+async def _read_first(rpc: Any) -> Any:
+    return await rpc.read()
+
+
+async def _read_only(rpc: Any) -> Any:
+    return await rpc
+
+
+async def _answer_metadata(rpc: Any, lease: Lease) -> tuple[tuple[str, str | bytes], ...]:
+    return (*(await rpc.initial_metadata()), (ENGINE_KEY, lease.endpoint.engine_id))

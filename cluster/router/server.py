@@ -1,0 +1,131 @@
+"""Start a router in the running event loop.
+
+No signal handling and no process of its own, so that it can live beside the gateway and share its picker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc
+from npufleet.cluster.endpoints import EndpointSource
+from npufleet.cluster.router.base import Policy
+from npufleet.cluster.router.front import Front
+from npufleet.cluster.router.metrics import RouterMetrics
+from npufleet.cluster.router.picker import Picker
+from npufleet.cluster.router.pool import EnginePool
+from npufleet.cluster.router.registry import DEFAULT_POLICY, load_policy
+from npufleet.cluster.router.settings import RouterSettings
+from prometheus_client import CollectorRegistry
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class RouterHandle:
+    """A running router."""
+
+    host: str
+    port: int
+    picker: Picker
+    metrics: RouterMetrics
+    _server: grpc.aio.Server
+    _front: Front
+    _closed: bool = False
+
+    @property
+    def address(self) -> str:
+        """host:port that clients connect to."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
+    async def close(self, grace: float = 30.0) -> None:
+        """Take no new calls, let running ones end within ``grace`` seconds, then stop. Twice does nothing
+        more.
+
+        Leases that the gateway still holds keep their channels only until this returns: close it first.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._front.begin_close()
+        await self._server.stop(grace)
+        await self.picker.pool.close()
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Until each known model has an engine that can take a request; TimeoutError after ``seconds``."""
+        changed = asyncio.Event()
+        self.picker.pool.listen(changed.set)
+
+        async def ready() -> None:
+            while not (models := self.picker.models()) or not all(models.values()):
+                changed.clear()
+                await changed.wait()
+
+        await asyncio.wait_for(ready(), seconds)
+
+
+async def serve_router(
+    source: EndpointSource,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    policy: str | Policy = DEFAULT_POLICY,
+    registry: CollectorRegistry | None = None,
+    settings: RouterSettings | None = None,
+    reuse_port: bool = False,
+) -> RouterHandle:
+    """Start a router over ``source`` and return it; it serves until its ``close``.
+
+    ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies` or a policy; the Prometheus
+    series go into ``registry`` (a fresh one by default); ``reuse_port`` lets several routers share one port.
+    OSError where the port cannot be had, ValueError for an unknown policy.
+    """
+    settings = settings or RouterSettings()
+    chosen = load_policy(policy) if isinstance(policy, str) else policy
+    metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
+    pool = EnginePool(source, settings, metrics)
+    picker = Picker(pool, chosen)
+    front = Front(picker, metrics, settings)
+    server = grpc.aio.server(
+        options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
+    )
+    front.add_to(server)
+    bound = _bind(server, host, port)
+    metrics.watch(pool)
+    await pool.start()
+    await server.start()
+    _log.info("router listens on %s:%d, policy %s", host, bound, chosen.name)
+    return RouterHandle(host=host, port=bound, picker=picker, metrics=metrics, _server=server, _front=front)
+
+
+def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[str, int]]:
+    """gRPC server options of the front: bound what one client can make it hold, notice dead clients."""
+    return [
+        ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.max_receive_message_length", settings.max_request_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", settings.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", 2 * settings.max_metadata_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ]
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    address = f"{_bracketed(host)}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"the router cannot listen on {address}: {error}") from error
+    if not bound:
+        raise OSError(f"the router cannot listen on {address}")
+    return bound
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

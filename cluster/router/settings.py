@@ -1,0 +1,44 @@
+"""Every number the router can be tuned with, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """Times are seconds, sizes are bytes. A value that is not positive is a ValueError."""
+
+    # The link to an engine
+    keepalive_time: float = 5.0  # a ping goes out after this much silence
+    keepalive_timeout: float = 2.0  # and the engine counts as lost when it is not answered within this
+    reconnect_backoff: float = 1.0  # the longest pause between two connection attempts
+    # Health
+    probe_interval: float = 1.0  # between health checks of an engine that is well
+    probe_timeout: float = 2.0
+    probe_misses: int = 3  # checks that may time out in a row before a busy engine counts as lost
+    recovery_interval: float = 0.5  # between health checks of an engine that is not well
+    # Load
+    load_interval: float = (
+        1.0  # between GetLoads calls, give or take a fifth: routers shall not march in step
+    )
+    load_ttl: float = 5.0  # a report older than this is not believed
+    # Requests
+    max_attempts: int = 3  # engines that one request may try, all before its first output
+    retry_budget: int = 256  # retries in reserve for all requests; a fifth of one comes back per success
+    request_timeout: float = 3600.0  # of a Generate or Embed that brings no deadline
+    control_timeout: float = 30.0  # of any other call that brings none
+    max_request_bytes: int = 64 * _MIB
+    max_metadata_bytes: int = _MIB // 4
+    max_streams: int = 8192  # concurrent calls; more are refused with RESOURCE_EXHAUSTED
+    # Leaving
+    leave_timeout: float = 600.0  # how long streams of an engine that left the fleet may run on
+    model_memory: float = 300.0  # how long a model without any endpoint counts as unavailable, not as unknown
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value <= 0:
+                raise ValueError(f"router setting {item.name} must be above 0, got {value!r}")
