@@ -139,8 +139,9 @@ class EnginePool:
         counts: dict[str, int] = {}
         for member in self._by_model.get(model, ()):
             counts[member.state] = counts.get(member.state, 0) + 1
-        listed = ", ".join(f"{number} {state}" for state, number in sorted(counts.items())) or "none
-        registered" return NoEngine(
+        states = [f"{number} {state}" for state, number in sorted(counts.items())]
+        listed = ", ".join(states) or "none registered"
+        return NoEngine(
             NoEngineReason.NOT_READY,
             f"no engine of model {model!r} is ready ({listed}); try again in {self.retry_after:g} s",
             models=list(self.models()),
