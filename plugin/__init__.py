@@ -1,6 +1,7 @@
 """The vLLM hardware plugin: what vLLM's entry points call.
 
-Both functions are called in every process that vLLM starts, some of them twice, so they are cheap and re-entrant.
+Both functions are called in every process that vLLM starts, some of them twice, so they are cheap and
+re-entrant.
 """
 
 
@@ -10,4 +11,13 @@ def register() -> str:
 
 
 def register_layers() -> None:
-    """General entry point: put our layers, attention backends and models into vLLM's registries."""
+    """General entry point: put our layers and attention backends into vLLM's registries.
+
+    Runs in the front end, the engine core and every worker, before or after a configuration exists; a second
+    call changes nothing.
+    """
+    from .attention import register_backends
+    from .layers import register_custom_ops
+
+    register_backends()
+    register_custom_ops()

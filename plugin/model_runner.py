@@ -1,0 +1,99 @@
+"""The model runner: one step, from what the scheduler chose to sampled tokens."""
+
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.workspace import lock_workspace
+
+from .graph import ACLGraphWrapper
+from .sampler import NPUTopKTopPSampler
+
+logger = init_logger(__name__)
+
+
+class NPUModelRunner(GPUModelRunner):
+    """vLLM's first model runner with ACL graphs, the NPU's sampler and the zeroing of our KV pages."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        if not self.is_pooling_model:
+            inner = self.sampler.topk_topp_sampler
+            self.sampler.topk_topp_sampler = NPUTopKTopPSampler(
+                inner.logprobs_mode, inner.use_fp64_gumbel, self._largest_top_k
+            )
+        self._pages_to_zero: list[torch.Tensor] = []
+
+    def _largest_top_k(self, requests: int) -> int:
+        """The largest top-k of the first ``requests`` requests, read on the host."""
+        return int(self.input_batch.top_k_cpu[:requests].max(initial=1))
+
+    def load_model(self, load_dummy_weights: bool = False, *, model: nn.Module | None = None) -> None:
+        """Load the weights; wrap the model so that decode steps are captured and replayed."""
+        super().load_model(load_dummy_weights, model=model)
+        wrapped: Any = self.model
+        if type(wrapped) is CUDAGraphWrapper:
+            self.model = ACLGraphWrapper(wrapped.unwrap(), self.vllm_config, wrapped.runtime_mode)
+
+    @torch.inference_mode()
+    def capture_model(self) -> int:
+        """Capture a graph for each batch size, the largest first so that the others share its memory.
+
+        Returns the bytes of device memory that the graphs took. vLLM's own version switches streams and
+        groups through CUDA classes.
+        """
+        if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+            return 0
+        start = time.perf_counter()
+        gc.collect()
+        torch.npu.empty_cache()
+        free = torch.npu.mem_get_info()[0]
+        stream = torch.npu.Stream(self.device)
+        stream.wait_stream(torch.npu.current_stream())
+        set_cudagraph_capturing_enabled(True)
+        try:
+            with self._freeze_gc(), torch.npu.stream(stream):
+                for mode, descriptors in self.cudagraph_dispatcher.get_capture_descs():
+                    self._capture_cudagraphs(descriptors, mode)
+        finally:
+            set_cudagraph_capturing_enabled(False)
+        torch.npu.current_stream().wait_stream(stream)
+        torch.npu.synchronize()
+        torch.npu.empty_cache()
+        lock_workspace()
+        used = max(free - torch.npu.mem_get_info()[0], 0)
+        logger.info_once(
+            "Captured decode graphs in %.1f s, %.2f GiB.", time.perf_counter() - start, used / (1 << 30)
+        )
+        return used
+
+    def _init_kv_zero_meta(self) -> None:
+        """Collect one view [blocks, bytes of a page] per layer, for :meth:`_zero_block_ids`."""
+        seen: set[int] = set()
+        for group in self._kv_cache_spec_attn_group_iterator():
+            if not isinstance(group.kv_cache_spec, AttentionSpec):
+                continue
+            for name in group.layer_names:
+                cache = self.compilation_config.static_forward_context[name].kv_cache
+                if not isinstance(cache, torch.Tensor) or cache.data_ptr() in seen:
+                    continue
+                seen.add(cache.data_ptr())
+                blocks = self.kv_cache_config.num_blocks
+                self._pages_to_zero.append(cache.unflatten(0, (blocks, -1)))
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero the pages of newly allocated blocks. vLLM's version is a Triton kernel over raw addresses."""
+        if not block_ids or not self._pages_to_zero:
+            return
+        index = async_tensor_h2d(block_ids, device=self.device, dtype=torch.int64)
+        for pages in self._pages_to_zero:
+            pages.index_fill_(0, index, 0)
