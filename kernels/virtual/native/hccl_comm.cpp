@@ -1,0 +1,238 @@
+#include "hccl_comm.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <map>
+
+#include "vnpu.h"
+
+namespace {
+
+constexpr double kSpinSeconds = 20e-6;
+constexpr int kYields = 4;
+constexpr int kSleepMilliseconds = 100;
+constexpr double kPeerCheckSeconds = 0.25;
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+bool has_pid(RankBlock& block) {
+  uint32_t state = block.state.load();
+  return state == kJoined || state == kLeft;
+}
+
+std::mutex g_comms_lock;
+std::map<void*, std::shared_ptr<Comm>>& comms() {
+  static auto* map = new std::map<void*, std::shared_ptr<Comm>>;
+  return *map;
+}
+
+}  // namespace
+
+const char* hccl_op_name(uint32_t op) {
+  static const char* const names[kOps] = {
+      "nothing yet",   "HcclAllReduce",     "HcclBroadcast",       "HcclAllGather", "HcclAllGatherV",
+      "HcclReduceScatter", "HcclReduceScatterV", "HcclReduce",     "HcclScatter",   "HcclAlltoAll",
+      "HcclAlltoAllV", "HcclAlltoAllVC",    "HcclBarrier",         "HcclSend",      "HcclRecv",
+      "HcclBatchSendRecv", "HcclCommInit",  "HcclCreateSubCommConfig",
+  };
+  return op < kOps ? names[op] : "unknown";
+}
+
+std::shared_ptr<Comm> hccl_comm(void* handle) {
+  std::lock_guard<std::mutex> lock(g_comms_lock);
+  auto it = comms().find(handle);
+  return it == comms().end() ? nullptr : it->second;
+}
+
+void* hccl_register(std::shared_ptr<Comm> comm) {
+  std::lock_guard<std::mutex> lock(g_comms_lock);
+  void* handle = comm.get();
+  comms()[handle] = std::move(comm);
+  return handle;
+}
+
+bool hccl_unregister(void* handle) {
+  std::shared_ptr<Comm> last;  // destroyed after the lock is released
+  std::lock_guard<std::mutex> lock(g_comms_lock);
+  auto it = comms().find(handle);
+  if (it == comms().end()) return false;
+  last = std::move(it->second);
+  comms().erase(it);
+  return true;
+}
+
+double hccl_timeout(const char* variable, double otherwise) {
+  const char* text = getenv(variable);
+  if (text == nullptr || *text == '\0') return otherwise;
+  char* end = nullptr;
+  long value = strtol(text, &end, 10);
+  if (*end != '\0' || value < 0 || value > 2147483647L)
+    vnpu_throw(HCCL_PARA, "EI0001: %s must be a whole number of seconds from 0 to 2147483647, not '%s'", variable,
+               text);
+  return static_cast<double>(value);
+}
+
+Comm::Comm(const RootInfo& root, uint32_t ranks, uint32_t rank, const std::string& name, int32_t exec_timeout)
+    : peer_locks(size_t{ranks} * 2), rank_(rank), segment_(root, ranks), name_(name) {
+  if (name_.empty()) {
+    char text[32];
+    snprintf(text, sizeof text, "hccl_%016llx", static_cast<unsigned long long>(root.nonce));
+    name_ = text;
+  }
+  double connect_timeout = hccl_timeout("HCCL_CONNECT_TIMEOUT", 120);
+  exec_timeout_ = exec_timeout > 0 ? exec_timeout : hccl_timeout("HCCL_EXEC_TIMEOUT", 1800);
+  claim_rank(ranks);
+  SegmentHeader& header = segment_.header();
+  header.joined.fetch_add(1);
+  header.join.ring();
+  wait(
+      kInit, header.join, connect_timeout, [&] { return header.joined.load() == ranks; },
+      [&](uint32_t r) { return !has_pid(segment_.rank(r)); });
+  segment_.close_file();
+}
+
+void Comm::claim_rank(uint32_t ranks) {
+  SegmentHeader& header = segment_.header();
+  uint32_t expected = 0;
+  if (!header.ranks.compare_exchange_strong(expected, ranks) && expected != ranks)
+    fail(HCCL_PARA, "EI0005: rank " + std::to_string(rank_) + " joins a communicator of " + std::to_string(ranks) +
+                        " ranks, others one of " + std::to_string(expected));
+  RankBlock& mine = segment_.rank(rank_);
+  uint32_t absent = kAbsent;
+  if (!mine.state.compare_exchange_strong(absent, kClaimed))
+    fail(HCCL_PARA, "EI0005: two processes join as " + who(rank_));
+  mine.pid = getpid();
+  mine.start_time = process_start_time(mine.pid);
+  mine.last_op.store(kInit);
+  mine.state.store(kJoined);
+}
+
+Comm::~Comm() {
+  segment_.rank(rank_).state.store(kLeft);
+  // Whoever waits for this rank should notice now, not at the next look round.
+  segment_.header().barrier.ring();
+  for (uint32_t r = 0; r < ranks(); ++r) segment_.rank(r).p2p.ring();
+}
+
+int Comm::failure() {
+  SegmentHeader& header = segment_.header();
+  return header.failed.load() == 2 ? header.failure_code : 0;
+}
+
+void Comm::check_usable(uint32_t op) {
+  if (int code = failure()) {
+    std::string text = segment_.header().failure;
+    vnpu_throw(code, "%s: the communicator has failed: %s", where(op).c_str(), text.c_str());
+  }
+}
+
+void Comm::fail(int code, const std::string& text) {
+  SegmentHeader& header = segment_.header();
+  uint32_t none = 0;
+  if (header.failed.compare_exchange_strong(none, 1)) {
+    header.failure_code = code;
+    snprintf(header.failure, sizeof header.failure, "%s", text.c_str());
+    header.failed.store(2);
+  }
+  header.join.ring();
+  header.barrier.ring();
+  for (uint32_t r = 0; r < ranks(); ++r) segment_.rank(r).p2p.ring();
+  vnpu_throw(code, "%s", text.c_str());
+}
+
+std::string Comm::call(uint32_t op) const { return std::string(hccl_op_name(op)) + " on communicator " + name_; }
+
+std::string Comm::where(uint32_t op) const {
+  return call(op) + " (rank " + std::to_string(rank_) + " of " + std::to_string(segment_.ranks()) + ")";
+}
+
+std::string Comm::who(uint32_t rank) {
+  RankBlock& block = segment_.rank(rank);
+  if (!has_pid(block)) return "rank " + std::to_string(rank) + " (has not joined)";
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(block.pid) + ")";
+}
+
+void Comm::wait(uint32_t op, Bell& bell, double limit, const std::function<bool()>& ready,
+                const std::function<bool(uint32_t)>& awaited) {
+  double start = now_seconds();
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (ready()) return;
+      pause_cpu();
+    }
+  } while (now_seconds() - start < kSpinSeconds);
+  for (int i = 0; i < kYields; ++i) {
+    sched_yield();
+    if (ready()) return;
+  }
+  double next_check = start + kPeerCheckSeconds;
+  while (true) {
+    uint32_t seen = bell.count.load();
+    if (ready()) return;
+    check_usable(op);
+    double now = now_seconds();
+    bool late = limit > 0 && now - start > limit;
+    if (now >= next_check || late) {
+      check_peers(op, awaited);
+      next_check = now + kPeerCheckSeconds;
+    }
+    if (ready()) return;
+    if (late) time_out(op, limit, awaited);
+    sleep_on(bell, seen, kSleepMilliseconds);
+  }
+}
+
+void Comm::check_peers(uint32_t op, const std::function<bool(uint32_t)>& awaited) {
+  for (uint32_t r = 0; r < ranks(); ++r) {
+    RankBlock& block = segment_.rank(r);
+    if (r == rank_ || !has_pid(block)) continue;
+    // While joining nobody may go; later only those matter that have not done their part.
+    if (op != kInit && !awaited(r)) continue;
+    bool left = block.state.load() == kLeft;
+    if (!left && process_alive(block.pid, block.start_time)) continue;
+    if (op != kInit && !awaited(r)) continue;  // it did its part just before
+    if (left)
+      fail(HCCL_REMOTE, who(r) + " has destroyed its end of the communicator, awaited in " + where(op));
+    fail(HCCL_REMOTE, who(r) + " died during " + call(op) + ", seen by rank " + std::to_string(rank_) + " of " +
+                          std::to_string(ranks()));
+  }
+}
+
+void Comm::time_out(uint32_t op, double limit, const std::function<bool(uint32_t)>& awaited) {
+  std::string text = where(op) + " was not finished within " + std::to_string(static_cast<long>(limit)) + " s (" +
+                     (op == kInit || op == kSubInit ? "HCCL_CONNECT_TIMEOUT" : "HCCL_EXEC_TIMEOUT") + "); not arrived:";
+  const char* separator = " ";
+  for (uint32_t r = 0; r < ranks(); ++r) {
+    if (r == rank_ || !awaited(r)) continue;
+    RankBlock& block = segment_.rank(r);
+    text += separator + who(r);
+    if (block.state.load() == kJoined && op != kInit)
+      text += ", last call " + std::string(hccl_op_name(block.last_op.load()));
+    separator = "; ";
+  }
+  fail(HCCL_TIMEOUT, text);
+}
+
+void Comm::barrier(uint32_t op) {
+  SegmentHeader& header = segment_.header();
+  uint64_t target = ++barriers_;
+  segment_.rank(rank_).arrived.store(target);
+  if (header.arrivals.fetch_add(1) + 1 == target * ranks()) {
+    header.passed.store(target);
+    header.barrier.ring();
+    return;
+  }
+  wait(
+      op, header.barrier, exec_timeout_, [&] { return header.passed.load() >= target; },
+      [&](uint32_t r) { return segment_.rank(r).arrived.load() < target; });
+}
