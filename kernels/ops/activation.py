@@ -1,4 +1,6 @@
-"""Gated activations: the last dimension of x [..., 2d] holds the gate, then the value; the result is [..., d]."""
+"""Gated activations: the last dimension of x [..., 2d] holds the gate, then the value; the result is [...,
+d].
+"""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """gelu(gate) · value (GeGLU, Shazeer 2020), for x [..., 2d]; ``approximate`` is ``none`` (exact) or ``tanh``.
+    """gelu(gate) · value (GeGLU, Shazeer 2020), for x [..., 2d]; ``approximate`` is ``none`` (exact) or
+    ``tanh``.
 
     :raises ValueError: another ``approximate``.
     """

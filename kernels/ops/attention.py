@@ -1,10 +1,11 @@
 """Fused attention over paged or packed keys, eager and inside a captured graph.
 
 Formula: softmax(scale · Q Kᵀ + mask) V per request, the last query of a request aligned with its last key
-(FlashAttention, Dao 2023; torch_npu's npu_fused_infer_attention_score). Requests are packed one after the other
-(layout TND). Lengths are host lists: the operator plans its work from them before it is launched.
+(FlashAttention, Dao 2023; torch_npu's npu_fused_infer_attention_score). Requests are packed one after the
+other (layout TND). Lengths are host lists: the operator plans its work from them before it is launched.
 
-Layout TND serves decode too: in the batched layouts the operator ignores a window when each query is one token.
+Layout TND serves decode too: in the batched layouts the operator ignores a window when each query is one
+token.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +23,12 @@ MASK_SIDE = 2048
 def causal_mask(device: torch.device) -> torch.Tensor:
     """The mask that sparse modes 3 and 4 want: int8 [2048, 2048], 1 above the diagonal; one per device."""
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu_(1).to(device)
+
+
+@lru_cache(maxsize=64)
+def _no_lse(device: torch.device) -> torch.Tensor:
+    """Where the operator may put a log-sum-exp that nobody asked for."""
+    return torch.empty(1, dtype=torch.float32, device=device)
 
 
 def _visibility(device: torch.device, sliding_window: int | None) -> dict[str, Any]:
@@ -46,7 +53,7 @@ class PagedAttentionCall:
     """
 
     query: torch.Tensor  # [T, heads, head], contiguous
-    key_cache: torch.Tensor  # [blocks, block, kv_heads, head], contiguous; block a multiple of 16, at most 512
+    key_cache: torch.Tensor  # [blocks, block, kv_heads, head], contiguous; block a multiple of 16 up to 512
     value_cache: torch.Tensor  # [blocks, block, kv_heads, value_head], contiguous
     block_table: torch.Tensor  # int32 [B, most blocks of a request]
     out: torch.Tensor  # [T, heads, value_head], overwritten
@@ -54,9 +61,15 @@ class PagedAttentionCall:
     sliding_window: int | None = None  # keys a query sees at most, its own included
     workspace: torch.Tensor | None = None  # from :meth:`get_workspace`; needed inside a graph
 
-    def _arguments(self, query_ends: list[int], kv_lens: list[int]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    def _arguments(
+        self, query_ends: list[int], kv_lens: list[int]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         blocks, block, kv_heads, _ = self.key_cache.shape
-        tensors = (self.query, self.key_cache.view(blocks, block, -1), self.value_cache.view(blocks, block, -1))
+        tensors = (
+            self.query,
+            self.key_cache.view(blocks, block, -1),
+            self.value_cache.view(blocks, block, -1),
+        )
         return tensors, {
             "actual_seq_lengths": query_ends,
             "actual_seq_lengths_kv": kv_lens,
@@ -77,16 +90,21 @@ class PagedAttentionCall:
     def launch(self, query_ends: list[int], kv_lens: list[int]) -> None:
         """Compute into ``out``. ``query_ends`` is cumulative and ends at T; ``kv_lens`` is per request."""
         tensors, arguments = self._arguments(query_ends, kv_lens)
-        no_lse = self.out.new_empty(1, dtype=torch.float32)
         torch_npu.npu_fused_infer_attention_score.out(
-            *tensors, **arguments, workspace=self.workspace, attention_out=self.out, softmax_lse=no_lse
+            *tensors,
+            **arguments,
+            workspace=self.workspace,
+            attention_out=self.out,
+            softmax_lse=_no_lse(self.query.device),
         )
 
     def capture(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> "CapturedAttention":
-        """Launch inside an open graph capture on ``stream``, as a task whose lengths can be replaced at each replay.
+        """Launch inside an open graph capture on ``stream``, as a task whose lengths can be replaced at each
+        replay.
 
-        The graph waits at this point until :meth:`CapturedAttention.update` has run. ``query``, ``out`` and the
-        workspace belong to the graph's memory pool and are held weakly afterwards, so that later layers may reuse it.
+        The graph waits at this point until :meth:`CapturedAttention.update` has run. ``query``, ``out``
+        and the workspace belong to the graph's memory pool and are held weakly afterwards, so that later
+        layers may reuse it.
         """
         gate = torch.npu.ExternalEvent()
         gate.wait(stream)
@@ -107,11 +125,14 @@ class CapturedAttention:
     gate: Any  # ExternalEvent: opened by update, closed again by the replay that passes it
 
     def update(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> None:
-        """Give the task the lengths of the next replay and open its gate; once before each replay, on ``stream``."""
-        torch.npu.graph_task_update_begin(stream, self.handle)
-        self.call.launch(query_ends, kv_lens)
-        torch.npu.graph_task_update_end(stream)
-        self.gate.record(stream)
+        """Give the task the lengths of the next replay and open its gate; once before each replay, on
+        ``stream``.
+        """
+        with torch.npu.stream(stream):
+            torch.npu.graph_task_update_begin(stream, self.handle)
+            self.call.launch(query_ends, kv_lens)
+            torch.npu.graph_task_update_end(stream)
+            self.gate.record(stream)
 
 
 def _weak(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +152,8 @@ def paged_attention(
     sliding_window: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed queries over the paged cache: prefill, chunked prefill and decode in one call.
+    """Causal attention of packed queries over the paged cache: prefill, chunked prefill and decode in one
+    call.
 
     :param query: [T, heads, head] in fp16 or bf16; heads a multiple of kv_heads.
     :param key_cache: [blocks, block, kv_heads, head], contiguous, of the same dtype; value_cache likewise.
@@ -169,10 +191,13 @@ def varlen_attention(
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Attention over keys that lie packed beside the queries, without a cache (encoders, first prefill, profiling).
+    """Attention over keys that lie packed beside the queries, without a cache (encoders, first prefill,
+    profiling).
 
-    :param query: [T, heads, head]; key [S, kv_heads, head] and value [S, kv_heads, value_head] likewise packed.
-    :param query_ends: cumulative query lengths, the last is T; kv_ends cumulative key lengths, the last is S.
+    :param query: [T, heads, head]; key [S, kv_heads, head] and value [S, kv_heads, value_head] likewise
+        packed.
+    :param query_ends: cumulative query lengths, the last is T; kv_ends cumulative key lengths, the last is
+        S.
     :param causal: align the last query with the last key and hide later keys; otherwise every key is seen.
     :returns: [T, heads, value_head].
     :raises ValueError: a window without ``causal``.

@@ -13,11 +13,13 @@ def write_kv(
 ) -> None:
     """Copy each token's key and value to its slot of the cache, in place.
 
-    :param key: [T, kv_heads, head]; made contiguous if it is not (as a part of a fused projection it is not).
+    :param key: [T, kv_heads, head]; made contiguous if it is not (as a part of a fused projection it is
+        not).
     :param value: [T, kv_heads, value_head], like key.
     :param key_cache: [blocks, block, kv_heads, head], contiguous, of the dtype of key.
     :param value_cache: [blocks, block, kv_heads, value_head], likewise.
-    :param slots: int32 [T], block · block_size + offset; −1 skips the token (padding), no slot may come twice.
+    :param slots: int32 [T], block · block_size + offset; −1 skips the token (padding), no slot may come
+        twice.
     """
     torch_npu.npu_scatter_pa_kv_cache(
         key.contiguous(), value.contiguous(), key_cache, value_cache, slots, cache_mode="Norm"

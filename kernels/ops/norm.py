@@ -5,7 +5,9 @@ import torch_npu
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The RMS norm of x [..., d] with weight [d], both of one dtype (fp32, fp16, bf16). Returns a tensor like x."""
+    """The RMS norm of x [..., d] with weight [d], both of one dtype (fp32, fp16, bf16). Returns a tensor like
+    x.
+    """
     return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
 
@@ -21,7 +23,9 @@ def add_rms_norm(
 
 
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The RMS norm as Gemma stores it: weight [d] holds w − 1, so the factor is 1 + weight. x [..., d] of one dtype."""
+    """The RMS norm as Gemma stores it: weight [d] holds w − 1, so the factor is 1 + weight. x [..., d] of one
+    dtype.
+    """
     return torch_npu.npu_gemma_rms_norm(x.contiguous(), weight, eps)[0]
 
 

@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al., 2021), plain and with the three axes of multimodal models (M-RoPE).
 
-``cos_sin_cache`` [positions, rotary_dim] holds cosines in its left half and sines in its right half, in the dtype of
-query. A pair (a, b) of a head turns to (a·cos − b·sin, b·cos + a·sin); the pairs are elements i and i + rotary_dim/2
-(``is_neox``) or 2i and 2i + 1. Elements of a head beyond rotary_dim pass through.
+``cos_sin_cache`` [positions, rotary_dim] holds cosines in its left half and sines in its right half, in
+the dtype of query. A pair (a, b) of a head turns to (a·cos − b·sin, b·cos + a·sin); the pairs are elements
+i and i + rotary_dim/2 (``is_neox``) or 2i and 2i + 1. Elements of a head beyond rotary_dim pass through.
 """
 
 import torch
@@ -18,7 +18,8 @@ def rotary_embedding(
     rotary_dim: int,
     is_neox: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate query [T, heads · head_size] and key [T, kv_heads · head_size] (or None) at positions [T] (int32 or int64).
+    """Rotate query [T, heads · head_size] and key [T, kv_heads · head_size] (or None) at positions [T] (int32
+    or int64).
 
     Returns new tensors of the same shapes.
     """
@@ -44,15 +45,17 @@ def mrope(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate at positions [3, T] (time, height, width); positions [T] mean :func:`rotary_embedding`.
 
-    :param mrope_section: how many of the rotary_dim/2 frequencies each axis has; three numbers of that sum.
-    :param interleaved: the axes alternate (time, height, width, time, … as in Qwen3-VL) instead of following each other.
+    :param mrope_section: how many of the rotary_dim/2 frequencies each axis has; three numbers of that
+        sum.
+    :param interleaved: the axes alternate (time, height, width, time, … as in Qwen3-VL) instead of
+        following each other.
     :raises ValueError: the sections do not add up.
     """
     if positions.dim() == 1:
         return rotary_embedding(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox)
     if len(mrope_section) != 3 or sum(mrope_section) != rotary_dim // 2:
         raise ValueError(f"mrope_section is {mrope_section}, it must hold 3 numbers of sum {rotary_dim // 2}")
-    # The fused op ends the strides of height and width both at section[1], so it has no form for unequal ones.
+    # The fused op ends the strides of height and width both at section[1]: no form for unequal ones.
     equal = mrope_section[1] == mrope_section[2]
     if _fits_fused(query, head_size, rotary_dim) and (equal or not interleaved):
         return torch_npu.npu_mrope(
@@ -65,7 +68,9 @@ def mrope(
             rotary_mode="half" if is_neox else "interleave",
             cache_mode="interleave" if interleaved else "default",
         )
-    chosen = cos_sin_cache.index_select(0, positions.flatten()).view(3, positions.shape[1], 2, rotary_dim // 2)
+    chosen = cos_sin_cache.index_select(0, positions.flatten()).view(
+        3, positions.shape[1], 2, rotary_dim // 2
+    )
     cos, sin = _choose_axes(chosen, mrope_section, interleaved).unbind(1)
     return _rotate_composed(query, key, cos, sin, head_size, rotary_dim, is_neox)
 

@@ -1,22 +1,23 @@
-"""The mathematics of the device operations in plain PyTorch: the oracle of the tests and the virtual NPU's kernels.
+"""The device operations in plain PyTorch: the oracle of the tests and the virtual NPU's kernels.
 
-Each reference takes and returns CPU tensors and carries the real operator's name. :func:`install` puts all of them
-on the CPU dispatch key, so that ``torch.ops.npu.npu_rms_norm(cpu_tensor, …)`` runs ours.
+Each reference takes and returns CPU tensors and carries the real operator's name. :func:`install` puts all
+of them on the CPU dispatch key, so that ``torch.ops.npu.npu_rms_norm(cpu_tensor, …)`` runs ours.
 """
 
 import torch
 
-from . import activation, attention, cast, kv_cache, norm, rope, sampling  # noqa: F401  (they declare references)
+# imported because they declare references
+from . import activation, attention, cast, kv_cache, norm, rope, sampling  # noqa: F401
 from .registry import KERNELS
 
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def install() -> None:
-    """Register every reference on the CPU key under its real name. Call it after ``torch_npu`` is imported; again is free.
+    """Register every reference on the CPU key. Call it after ``torch_npu`` is imported; again is free.
 
-    :raises RuntimeError: an operator's schema is unknown to the dispatcher (torch_npu not imported, or another
-        release of it that lacks the operator).
+    :raises RuntimeError: an operator's schema is unknown to the dispatcher (torch_npu not imported, or
+        another release of it that lacks the operator).
     """
     if _libraries:
         return

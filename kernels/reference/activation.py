@@ -29,7 +29,9 @@ def npu_gelu(self: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     """GELU, exact (``none``: with the error function) or its ``tanh`` form."""
     op = "npu_gelu"
     require_dtype(op, "x", self, FLOATS)
-    require(approximate in ("none", "tanh"), op, f"approximate is {approximate!r}, allowed are 'none' and 'tanh'")
+    require(
+        approximate in ("none", "tanh"), op, f"approximate is {approximate!r}, allowed are 'none' and 'tanh'"
+    )
     return F.gelu(self, approximate=approximate)
 
 
@@ -43,7 +45,9 @@ def npu_gelu_mul(self: torch.Tensor, *, approximate: str = "none") -> torch.Tens
         op,
         f"the last dimension is {self.shape[-1]}, at most {GELU_MUL_LAST_DIMENSION} is allowed",
     )
-    require(approximate in ("none", "tanh"), op, f"approximate is {approximate!r}, allowed are 'none' and 'tanh'")
+    require(
+        approximate in ("none", "tanh"), op, f"approximate is {approximate!r}, allowed are 'none' and 'tanh'"
+    )
     gate, value = _halves(op, self, -1)
     return F.gelu(gate, approximate=approximate).mul_(value)
 
@@ -52,7 +56,9 @@ def npu_gelu_mul(self: torch.Tensor, *, approximate: str = "none") -> torch.Tens
 def npu_geglu(
     self: torch.Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gelu(gate) · value, and gelu(gate). ``approximate`` 0 is exact, 1 is tanh; the gate is the left half if told."""
+    """gelu(gate) · value, and gelu(gate). ``approximate`` 0 is exact, 1 is tanh; the gate is the left half if
+    told.
+    """
     op = "npu_geglu"
     require(approximate in (0, 1), op, f"approximate is {approximate}, allowed are 0 (none) and 1 (tanh)")
     left, right = _halves(op, self, dim)

@@ -1,8 +1,9 @@
 """The checks that every reference makes before it computes.
 
-torch_npu's Meta kernels accept much that the device refuses or, worse, reads wrongly. The references accept only
-what the operator documents, and name the operator and the argument in what they raise: ``ValueError`` for a wrong
-value, ``NotImplementedError`` for an argument that the operator knows and the reference does not compute.
+torch_npu's Meta kernels accept much that the device refuses or, worse, reads wrongly. The references
+accept only what the operator documents, and name the operator and the argument in what they raise:
+``ValueError`` for a wrong value, ``NotImplementedError`` for an argument that the operator knows and the
+reference does not compute.
 """
 
 from collections.abc import Iterable
@@ -29,11 +30,15 @@ def require_contiguous(op: str, **tensors: torch.Tensor) -> None:
     """Refuse tensors that are not contiguous (the device would read the wrong elements)."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            raise ValueError(f"{op}: {name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+            raise ValueError(
+                f"{op}: {name} is not contiguous: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
 
 
 def refuse_arguments(op: str, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse every argument in ``given`` that differs from its default: it would otherwise be ignored in silence."""
+    """Refuse every argument in ``given`` that differs from its default: it would otherwise be ignored in
+    silence.
+    """
     for name, default in defaults.items():
         value = given[name]
         if value is default:

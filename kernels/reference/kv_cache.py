@@ -1,7 +1,7 @@
 """References of the writes of new keys and values into the paged cache.
 
-Both operators take key and value ``[T, kv_heads, head]``, contiguous caches ``[blocks, block, kv_heads, head]`` of
-the same dtype and int32 slots ``[T]`` (slot = block · block_size + offset).
+Both operators take key and value ``[T, kv_heads, head]``, contiguous caches ``[blocks, block, kv_heads,
+head]`` of the same dtype and int32 slots ``[T]`` (slot = block · block_size + offset).
 """
 
 import torch
@@ -14,12 +14,14 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 
 def _check_side(op: str, name: str, x: torch.Tensor, cache: torch.Tensor) -> None:
     require_dtype(op, name, x, CACHE_DTYPES)
-    require(cache.dtype == x.dtype, op, f"{name}_cache is {cache.dtype}, {name} is {x.dtype}; they must be equal")
+    require(
+        cache.dtype == x.dtype, op, f"{name}_cache is {cache.dtype}, {name} is {x.dtype}; they must be equal"
+    )
     require(x.dim() == 3, op, f"{name} {tuple(x.shape)} must be [tokens, kv_heads, head]")
     require(
         cache.dim() == 4 and cache.shape[2:] == x.shape[1:],
         op,
-        f"{name}_cache {tuple(cache.shape)} must be [blocks, block, kv_heads, head] for {name} {tuple(x.shape)}",
+        f"{name}_cache {tuple(cache.shape)} must be [blocks, block, heads, head] for {name} {tuple(x.shape)}",
     )
     require(cache.shape[1] % 16 == 0, op, f"the block size is {cache.shape[1]}, it must be a multiple of 16")
 
@@ -34,7 +36,9 @@ def _write(
 ) -> None:
     _check_side(op, "key", key, key_cache)
     _check_side(op, "value", value, value_cache)
-    require(key.shape[:2] == value.shape[:2], op, f"key {tuple(key.shape)} and value {tuple(value.shape)} differ")
+    require(
+        key.shape[:2] == value.shape[:2], op, f"key {tuple(key.shape)} and value {tuple(value.shape)} differ"
+    )
     require(key_cache.shape[:2] == value_cache.shape[:2], op, "key_cache and value_cache differ in blocks")
     require_dtype(op, "slots", slots, (torch.int32,))
     require(tuple(slots.shape) == (key.shape[0],), op, f"slots {tuple(slots.shape)} must be [{key.shape[0]}]")
@@ -77,9 +81,15 @@ def npu_scatter_pa_kv_cache(
     seq_lens: torch.Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Copy each token's key and value to its slot, in the plain layout (``cache_mode="Norm"``) without compression."""
+    """Copy each token's key and value to its slot, in the plain layout (``cache_mode="Norm"``) without
+    compression.
+    """
     op = "npu_scatter_pa_kv_cache"
-    optional = {"compress_lens": compress_lens, "compress_seq_offsets": compress_seq_offsets, "seq_lens": seq_lens}
+    optional = {
+        "compress_lens": compress_lens,
+        "compress_seq_offsets": compress_seq_offsets,
+        "seq_lens": seq_lens,
+    }
     for name, given in optional.items():
         if given is not None:
             raise NotImplementedError(f"{op}: no reference for {name}")

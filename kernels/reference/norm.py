@@ -1,7 +1,8 @@
 """References of the RMS norms.
 
-The mean square, its inverse root and the product with the weight are computed in float32 and rounded once to the
-input's dtype (CANN's aclnnRmsNorm, aclnnAddRmsNorm, aclnnGemmaRmsNorm: y = x / sqrt(mean(x²) + ε) · γ).
+The mean square, its inverse root and the product with the weight are computed in float32 and rounded once
+to the input's dtype (CANN's aclnnRmsNorm, aclnnAddRmsNorm, aclnnGemmaRmsNorm: y = x / sqrt(mean(x²) + ε) ·
+γ).
 """
 
 import torch
@@ -24,7 +25,9 @@ def _check(op: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
 def _normalize(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel() == 0:
         rstd_shape = x.shape[: x.dim() - gamma.dim()] + (1,) * gamma.dim()
-        return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rstd_shape, dtype=torch.float32)
+        return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
+            rstd_shape, dtype=torch.float32
+        )
     y, rstd = torch.ops.aten._fused_rms_norm(x, list(gamma.shape), gamma, epsilon)
     return y, rstd
 
@@ -42,7 +45,9 @@ def npu_rms_norm(
 def npu_add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The RMS norm of x1 + x2. Returns (y, the inverse root in float32, x1 + x2), the sum rounded to the dtype first."""
+    """The RMS norm of x1 + x2. Returns (y, the inverse root in float32, x1 + x2), the sum rounded to the
+    dtype first.
+    """
     op = "npu_add_rms_norm"
     _check(op, x1, gamma)
     require(

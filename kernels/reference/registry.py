@@ -8,7 +8,8 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def reference(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare the decorated function as the reference of the operator ``name`` (``ns::op`` or ``ns::op.overload``).
+    """Declare the decorated function as the reference of the operator ``name`` (``ns::op`` or
+    ``ns::op.overload``).
 
     The function takes exactly the arguments of the operator's schema, as CPU tensors.
     """

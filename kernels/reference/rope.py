@@ -1,7 +1,8 @@
 """References of the rotary embeddings.
 
-A pair (a, b) of a head turns to (a·cos − b·sin, b·cos + a·sin). In ``half`` mode (GPT-NeoX) the pairs are element i
-and i + d/2, in ``interleave`` mode (GPT-J) element 2i and 2i + 1. Products and sums are float32, rounded once.
+A pair (a, b) of a head turns to (a·cos − b·sin, b·cos + a·sin). In ``half`` mode (GPT-NeoX) the pairs are
+element i and i + d/2, in ``interleave`` mode (GPT-J) element 2i and 2i + 1. Products and sums are float32,
+rounded once.
 """
 
 import torch
@@ -13,7 +14,7 @@ MODES = ("half", "interleave")
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str) -> torch.Tensor:
-    """Turn x [..., heads, d] (any float dtype) by cos and sin [..., 1, d/2] in float32; a new float32 tensor."""
+    """Turn x [..., heads, d] (any float dtype) by cos and sin [..., 1, d/2]; a new float32 tensor."""
     xf = x.float()
     if mode == "half":
         half = xf.shape[-1] // 2
@@ -30,7 +31,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str) ->
 
 
 def _select_sections(values: torch.Tensor, section: list[int], cache_mode: str) -> torch.Tensor:
-    """From values [3, T, d/2] (time, height, width) take for each frequency the axis that its section names."""
+    """From values [3, T, d/2] (time, height, width) take each frequency from the axis of its section."""
     time, height, width = values
     if cache_mode == "default":
         first, second = section[0], section[0] + section[1]
@@ -48,7 +49,11 @@ def _check_mrope(
     op = "npu_mrope"
     require_dtype(op, "query", query, FLOATS)
     for name, tensor in (("key", key), ("cos_sin_cache", cache)):
-        require(tensor.dtype == query.dtype, op, f"{name} is {tensor.dtype}, query is {query.dtype}; they must be equal")
+        require(
+            tensor.dtype == query.dtype,
+            op,
+            f"{name} is {tensor.dtype}, query is {query.dtype}; they must be equal",
+        )
     for name, tensor in (("query", query), ("key", key), ("cos_sin_cache", cache)):
         require(tensor.dim() == 2, op, f"{name} has {tensor.dim()} dimensions, it must have 2")
     require_dtype(op, "positions", positions, (torch.int32, torch.int64))
@@ -66,7 +71,9 @@ def _check_mrope(
         )
     step = 16 if query.dtype == torch.float32 else 32
     rotary = cache.shape[1]
-    require(rotary % step == 0, op, f"rotary_dim is {rotary}, for {query.dtype} it must be a multiple of {step}")
+    require(
+        rotary % step == 0, op, f"rotary_dim is {rotary}, for {query.dtype} it must be a multiple of {step}"
+    )
     require(rotary <= head_size, op, f"rotary_dim {rotary} exceeds the head size {head_size}")
     if positions.numel():
         lowest, highest = torch.aminmax(positions)
@@ -91,9 +98,10 @@ def npu_mrope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of query and key [T, heads·head_size] at positions [T], or [3, T] with three sections.
 
-    ``cos_sin_cache`` [positions, rotary_dim] holds cosines in its left and sines in its right half; what a head has
-    beyond rotary_dim passes through. ``cache_mode`` says how the three axes share the frequencies: one section after
-    the other (``default``) or alternating (``interleave``). Source: CANN's aclnnRopeWithSinCosCache.
+    ``cos_sin_cache`` [positions, rotary_dim] holds cosines in its left and sines in its right half; what a
+    head has beyond rotary_dim passes through. ``cache_mode`` says how the three axes share the
+    frequencies: one section after the other (``default``) or alternating (``interleave``). Source: CANN's
+    aclnnRopeWithSinCosCache.
     """
     op = "npu_mrope"
     _check_mrope(positions, query, key, cos_sin_cache, head_size)
@@ -132,7 +140,8 @@ def npu_rotary_mul(
     rotary_mode: str = "half",
     rotate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x·r1 + turn(x)·r2 for x with 4 dimensions; r1 (cosines) and r2 (sines) broadcast against x, same last dimension.
+    """x·r1 + turn(x)·r2 for x with 4 dimensions; r1 (cosines) and r2 (sines) broadcast against x, same last
+    dimension.
 
     ``turn`` is (−b, a) of the halves or of the neighbours. A ``rotate`` matrix has no reference.
     """

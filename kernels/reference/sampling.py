@@ -16,7 +16,9 @@ def _check(op: str, logits: torch.Tensor, p: torch.Tensor | None, k: torch.Tenso
         if tensor is None:
             continue
         require_dtype(op, name, tensor, (dtype,))
-        require(tuple(tensor.shape) == (logits.shape[0],), op, f"{name} {tuple(tensor.shape)} must be [batch]")
+        require(
+            tuple(tensor.shape) == (logits.shape[0],), op, f"{name} {tuple(tensor.shape)} must be [batch]"
+        )
     if p is not None and p.numel():
         require(bool(((p >= 0) & (p <= 1)).all()), op, "p must lie in [0, 1]")
     if k is not None and k.numel():
@@ -28,10 +30,11 @@ def _check(op: str, logits: torch.Tensor, p: torch.Tensor | None, k: torch.Tenso
 def npu_top_k_top_p(
     logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Set to −inf what falls below the k-th largest logit, then what lies in the lowest 1 − p of the probability.
+    """Set to −inf what falls below the k-th largest logit, then what lies in the lowest 1 − p of the
+    probability.
 
-    Values equal to the k-th largest stay. Probabilities are summed from the smallest up and at least one stays
-    (torch_npu's documentation of ``npu_top_k_top_p``).
+    Values equal to the k-th largest stay. Probabilities are summed from the smallest up and at least one
+    stays (torch_npu's documentation of ``npu_top_k_top_p``).
     """
     _check("npu_top_k_top_p", logits, p, k)
     ordered, order = logits.float().sort(dim=-1, stable=True)
