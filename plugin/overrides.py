@@ -51,11 +51,12 @@ OVERRIDES = (
         name="torch.cuda streams and events",
         reason=(
             "The model runner copies sampled tokens to the host beside the next step (asynchronous "
-            "scheduling) on torch.cuda.Stream and torch.cuda.Event by those names, with no hook for another device."
+            "scheduling) on torch.cuda.Stream and torch.cuda.Event by those names, with no hook for "
+            "another device."
         ),
         reference=(
-            "vllm/v1/worker/gpu_model_runner.py: AsyncGPUModelRunnerOutput and GPUModelRunner.__init__; vLLM's "
-            "own XPU runner does the same in vllm/v1/worker/xpu_model_runner.py: _torch_cuda_wrapper"
+            "vllm/v1/worker/gpu_model_runner.py: AsyncGPUModelRunnerOutput and GPUModelRunner.__init__; "
+            "vLLM's own XPU runner does the same in vllm/v1/worker/xpu_model_runner.py: _torch_cuda_wrapper"
         ),
         apply=_cuda_names_to_npu,
     ),

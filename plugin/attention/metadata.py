@@ -18,7 +18,7 @@ from .layout import PagedKV, paged_kv, scale_block_table, scale_slots
 
 @dataclass(kw_only=True)
 class DenseMetadata(AttentionMetadata):
-    """What one step's attention needs beside Q, K and V. Lengths are host lists: the operator takes them so."""
+    """What one step's attention needs beside Q, K and V; lengths are host lists, as the operator wants."""
 
     query_ends: list[int]
     """Where each request's queries end in the token dimension (cumulative)."""

@@ -1,4 +1,4 @@
-"""The KV page layout: page bytes ↔ token positions, for every placement that vLLM makes of a layer's pages.
+"""The KV page layout: page bytes ↔ token positions, for every placement of a layer's pages."""
 
 import pytest
 import torch

@@ -1,0 +1,114 @@
+"""Configurations: what is turned off with a log line, what is refused by name and with what to use instead."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config.compilation import CompilationMode
+from vllm.engine.arg_utils import EngineArgs
+
+Checkpoint = Callable[..., Path]
+
+
+def configure(model: Path, **arguments: Any) -> VllmConfig:
+    defaults = {"skip_tokenizer_init": True, "max_model_len": 256, "dtype": "bfloat16"}
+    return EngineArgs(model=str(model), **(defaults | arguments)).create_engine_config()
+
+
+def test_defaults(checkpoint: Checkpoint) -> None:
+    config = configure(checkpoint("llama"))
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    assert "all" in config.compilation_config.custom_ops
+    assert config.parallel_config.worker_cls == "npufleet.plugin.worker.NPUWorker"
+    assert config.scheduler_config.async_scheduling
+    assert not config.use_v2_model_runner
+    assert config.device_config.device_type == "npu"
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("PIECEWISE", CUDAGraphMode.NONE),
+        ("FULL_AND_PIECEWISE", CUDAGraphMode.FULL_DECODE_ONLY),
+        ("FULL", CUDAGraphMode.FULL_DECODE_ONLY),
+        ("FULL_DECODE_ONLY", CUDAGraphMode.FULL_DECODE_ONLY),
+        ("NONE", CUDAGraphMode.NONE),
+    ],
+)
+def test_graph_modes(checkpoint: Checkpoint, asked: str, given: CUDAGraphMode) -> None:
+    config = configure(checkpoint("llama"), compilation_config={"cudagraph_mode": asked})
+    assert config.compilation_config.cudagraph_mode == given
+
+
+def test_the_compiler_is_turned_off(checkpoint: Checkpoint) -> None:
+    config = configure(checkpoint("llama"), compilation_config={"mode": CompilationMode.VLLM_COMPILE})
+    assert config.compilation_config.mode == CompilationMode.NONE
+
+
+def test_eager(checkpoint: Checkpoint) -> None:
+    config = configure(checkpoint("llama"), enforce_eager=True)
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+
+
+def test_a_configuration_is_checked_twice_without_change(checkpoint: Checkpoint) -> None:
+    config = configure(checkpoint("llama"))
+    before = repr(config)
+    config.__post_init__()
+    assert repr(config) == before
+
+
+def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
+    config = configure(checkpoint("llama"), worker_cls="somewhere.Worker")
+    assert config.parallel_config.worker_cls == "somewhere.Worker"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("llama", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'.*bfloat16"),
+        ("llama", {"quantization": "fp8"}, "quantization 'fp8'"),
+        ("llama", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "context parallelism.*tensor_parallel_size",
+        ),
+        (
+            "llama",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding",
+        ),
+        ("llama", {"enable_sleep_mode": True}, "[Ss]leep mode"),
+        ("mixture", {}, "mixture-of-experts.*dense"),
+        ("mla", {}, "MLA.*dense"),
+        ("mamba", {}, "state-space.*dense"),
+    ],
+)
+def test_refusals(checkpoint: Checkpoint, kind: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(checkpoint(kind), **arguments)
+
+
+def test_the_second_model_runner_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="second model runner.*VLLM_USE_V2_MODEL_RUNNER"):
+        configure(checkpoint("llama"))
+
+
+def test_batch_invariance_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch invariance"):
+        configure(checkpoint("llama"))
+
+
+def test_dtypes() -> None:
+    from vllm.platforms import current_platform
+
+    for dtype in current_platform.supported_dtypes:
+        current_platform.check_if_supports_dtype(dtype)
+    with pytest.raises(ValueError, match="float64.*bfloat16"):
+        current_platform.check_if_supports_dtype(torch.float64)
