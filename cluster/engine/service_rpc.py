@@ -1,0 +1,167 @@
+"""The VllmEngine service of one engine: the stock servicer, and what the messages lack.
+
+:class:`EngineService` reads the extension metadata of a call, answers bad requests with ``INVALID_ARGUMENT``,
+says which extension fields it understands, fills the live members of ``GetServerInfo`` and spells out
+log-probability ranks for a caller that asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_servicer.vllm.servicer import VllmEngineServicer
+
+from ..proto.extension import ExtensionError, from_metadata
+from ..proto.features import advertise
+from .view import EXTENSION, EngineView
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+
+logging.getLogger("smg_grpc_servicer.vllm.servicer").addFilter(
+    # One line per request at INFO says nothing the metrics do not; warnings and errors stay.
+    lambda record: record.levelno > logging.INFO
+)
+
+
+def spell_out_ranks(
+    target: Any, token_ids: Iterable[int], entries: Iterable[Mapping[int, Any] | None] | None
+) -> None:
+    """Fill ``target.top_logprobs`` (OutputLogProbs or InputLogProbs) as the extension field logprob_ranks
+    says.
+
+    ``entries``: per position the engine's map token id -> Logprob with the chosen token first, or None for
+    the first prompt token. Each gets all its alternatives, then one id without a value: the rank of the
+    chosen token.
+    """
+    del target.top_logprobs[:]
+    for token_id, entry in zip(token_ids, entries or (), strict=False):
+        top = target.top_logprobs.add()
+        if entry is None or token_id not in entry:
+            continue
+        top.token_ids.extend(entry)
+        top.values.extend(logprob.logprob for logprob in entry.values())
+        top.token_ids.append(entry[token_id].rank or 0)
+
+
+class EngineService(VllmEngineServicer):
+    """``vllm.grpc.engine.VllmEngine`` over one AsyncLLM, with the metadata extension."""
+
+    def __init__(self, async_llm: Any, *, start_time: float | None = None) -> None:
+        """``async_llm``: the engine, running; ``start_time``: seconds since the epoch, now by default."""
+        super().__init__(EngineView(async_llm), time.time() if start_time is None else start_time)
+        self.draining = False
+        self.active = 0  # Generate streams open now
+        self.idle = asyncio.Event()  # set while none is open
+        self.idle.set()
+        self.last_request = 0.0  # seconds since the epoch, 0 before the first
+        self._headers = advertise({"max_logprobs": async_llm.model_config.max_logprobs})
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream one generation. INVALID_ARGUMENT for what the request got wrong; UNAVAILABLE, before
+        anything was done, while draining or with a dead engine; INTERNAL when the engine dies under the
+        request."""
+        if self.draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this engine is draining; ask another one")
+        if self.engine.errored:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this engine is dead; ask another one")
+        try:
+            EXTENSION.set(from_metadata(context.invocation_metadata()))
+            _check(request)
+        except ExtensionError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not request.request_id:
+            request.request_id = f"grpc-{uuid.uuid4().hex}"
+        self.last_request = time.time()
+        self.active += 1
+        self.idle.clear()
+        try:
+            async for response in super().Generate(request, context):
+                yield response
+        finally:
+            self.active -= 1
+            if not self.active:
+                self.idle.set()
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        """What the engine serves; the initial metadata tells its features."""
+        await context.send_initial_metadata(self._headers)
+        return await super().GetModelInfo(request, context)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        """How the engine is configured and how busy it is; the initial metadata tells its features."""
+        await context.send_initial_metadata(self._headers)
+        info = await super().GetServerInfo(request, context)
+        info.active_requests = self.active
+        info.uptime_seconds = time.time() - self.start_time
+        info.last_receive_timestamp = self.last_request
+        return info
+
+    @staticmethod
+    def _chunk_response(
+        output: Any,
+        completion: Any = None,
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
+        is_first_chunk: bool = False,
+    ) -> pb.GenerateResponse:
+        response = VllmEngineServicer._chunk_response(
+            output, completion, num_logprobs, num_prompt_logprobs, is_first_chunk
+        )
+        if EXTENSION.get().get("logprob_ranks"):
+            _add_ranks(response.chunk, output, completion)
+        return response
+
+    @staticmethod
+    def _complete_response(
+        output: Any,
+        completion: Any = None,
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
+        media_identity: Any = None,
+    ) -> pb.GenerateResponse:
+        response = VllmEngineServicer._complete_response(
+            output, completion, num_logprobs, num_prompt_logprobs, media_identity
+        )
+        if EXTENSION.get().get("logprob_ranks"):
+            _add_ranks(response.complete, output, completion)
+        return response
+
+
+def _add_ranks(message: Any, output: Any, completion: Any) -> None:
+    if completion is not None and message.HasField("output_logprobs"):
+        spell_out_ranks(message.output_logprobs, completion.token_ids, completion.logprobs)
+    if message.HasField("input_logprobs"):
+        spell_out_ranks(message.input_logprobs, output.prompt_token_ids, output.prompt_logprobs)
+
+
+def _check(request: pb.GenerateRequest) -> None:
+    """Refuse what the stock servicer would let through to a crash or a silent default."""
+    kind = request.WhichOneof("input")
+    if kind is None or (kind == "tokenized" and not request.tokenized.input_ids):
+        raise ExtensionError("the prompt is empty: give input.tokenized.input_ids or input.text", "input")
+    if kind == "text" and not request.text:
+        raise ExtensionError("the prompt is empty: input.text has no characters", "input")
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+    ):
+        value = getattr(request.sampling_params, name)
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ExtensionError(f"sampling_params.{name} must be a finite number, got {value}", name)

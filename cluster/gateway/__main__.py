@@ -1,0 +1,97 @@
+"""A gateway alone, over a fixed list of engines: ``python -m npufleet.cluster.gateway --help``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from .process import GATEWAY_ENV, prepare_process
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m npufleet.cluster.gateway",
+        description="Serve the OpenAI API over a fixed list of VllmEngine servers.",
+    )
+    made.add_argument(
+        "--engine",
+        action="append",
+        required=True,
+        metavar="[MODEL@]HOST:PORT",
+        help="an engine's gRPC address; repeat it for each engine",
+    )
+    made.add_argument("--model", help="the model of engines given without MODEL@")
+    made.add_argument(
+        "--args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="vLLM arguments of every model, by their names",
+    )
+    made.add_argument(
+        "--set",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="gateway settings by their names (settings.py)",
+    )
+    made.add_argument("--policy", default=None, help="routing policy (default: the router's)")
+    return made
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    from ..router.__main__ import endpoints
+    from ..router.pool import StaticSource
+    from ..router.registry import DEFAULT_POLICY
+    from ..router.server import serve_router
+    from .server import serve_gateway
+    from .settings import GatewaySettings, ModelSpec
+
+    known = {field.name for field in fields(GatewaySettings)}
+    if unknown := set(options.set) - known:
+        raise ValueError(f"--set: unknown {', '.join(sorted(unknown))}; there is: {', '.join(sorted(known))}")
+    settings: Any = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.set.items()
+    }
+    engines = endpoints(options.engine, options.model)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    router = await serve_router(StaticSource(engines), policy=options.policy or DEFAULT_POLICY)
+    names = dict.fromkeys(engine.model for engine in engines)
+    specs = [ModelSpec(name=name, args=options.args) for name in names]
+    gateway = await serve_gateway(specs, router.picker, GatewaySettings(**settings))
+    print(f"gateway listens on {gateway.url}", flush=True)
+    await stop.wait()
+    await gateway.close()
+    await router.close(0.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; 2 for a command line that cannot be served."""
+    options = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    os.environ.update(GATEWAY_ENV)
+    try:
+        prepare_process()
+        import uvloop
+
+        uvloop.run(run(options))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""One request, one engine after another until it is answered, refused or given up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+from ..router.errors import NoEngine, attempts_for
+from ..router.picker import Lease, Picker, RequestInfo
+from .engines import FeatureCache
+from .errors import client_error, no_engine, stalled
+from .metrics import GatewayMetrics
+from .requests import Outgoing
+from .responses import ResponseReader
+from .settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+_GENERATE = f"/{pb.DESCRIPTOR.services_by_name['VllmEngine'].full_name}/Generate"
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """A request under way."""
+
+    request: EngineCoreRequest
+    outgoing: Outgoing
+    whole: bool  # the client gets the answer in one piece, so nothing is sent before the end
+    max_model_len: int
+    task: asyncio.Task[None] | None = None
+    call: Any = None  # the running gRPC call
+    tokens: int = 0  # read in this attempt
+    heard_at: float = 0.0  # monotonic seconds of the last message, or of sending
+    stalled_for: float | None = None  # set by the watch before it cancels the call
+    tried: set[str] = field(default_factory=set)  # engine ids that failed this request
+
+    @property
+    def sent(self) -> int:
+        """Tokens that the client may already have."""
+        return 0 if self.whole else self.tokens
+
+
+class Attempts:
+    """Serves jobs of one model deployment: leases an engine, streams, and tries again where that is safe."""
+
+    def __init__(
+        self,
+        model: str,
+        picker: Picker,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        features: FeatureCache,
+        emit: Callable[[], list[EngineCoreOutput]],
+    ) -> None:
+        self.on_restart: Callable[[EngineCoreRequest], None] | None = None
+        self._model = model
+        self._picker = picker
+        self._settings = settings
+        self._metrics = metrics
+        self._features = features
+        self._emit = emit
+
+    async def serve(self, job: Job) -> VLLMError | None:
+        """Run ``job`` to its end; the error that the client must get, or None when all outputs were
+        emitted."""
+        failure: VLLMError | None = None
+        while True:
+            try:
+                lease = await self._picker.pick(self._info(job))
+            except NoEngine as error:
+                self._metrics.no_engine.labels(self._model).inc()
+                return failure or no_engine(error)
+            if job.tried:
+                self._metrics.retries.labels(self._model).inc()
+                if job.tokens and self.on_restart is not None:
+                    self.on_restart(job.request)
+                job.tokens = 0
+            code = grpc.StatusCode.CANCELLED
+            try:
+                await self._stream(job, lease)
+                code = grpc.StatusCode.OK
+                return None
+            except VLLMValidationError as error:
+                return error
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+                failure = client_error(error, job.sent)
+                self._note(job, lease, f"{code.name}: {error.details()}")
+            except asyncio.CancelledError:
+                if job.stalled_for is None:
+                    raise
+                code = grpc.StatusCode.INTERNAL  # asks for a probe of the engine
+                self._note(job, lease, f"silent for {job.stalled_for:.0f} s")
+                return stalled(job.stalled_for, job.sent)
+            finally:
+                job.call = None
+                lease.release(code)
+                self._metrics.attempts.labels(self._model, code.name).inc()
+            if job.sent or len(job.tried) >= attempts_for(code, self._settings.max_attempts):
+                return failure
+
+    def _info(self, job: Job) -> RequestInfo:
+        request = job.request
+        return RequestInfo(
+            model=self._model,
+            prompt_tokens=len(request.prompt_token_ids or ()),
+            request_id=request.request_id,
+            cache_salt=request.cache_salt or "",
+            priority=request.priority,
+            excluded=frozenset(job.tried),
+        )
+
+    def _note(self, job: Job, lease: Lease, what: str) -> None:
+        job.tried.add(lease.endpoint.engine_id)
+        logger.warning(
+            "engine %s (%s) failed request %s after %d tokens: %s",
+            lease.endpoint.engine_id, lease.endpoint.address, job.request.request_id, job.tokens, what,
+        )  # fmt: skip
+
+    async def _stream(self, job: Job, lease: Lease) -> None:
+        """One attempt on one engine. Raises ``AioRpcError``, or ``VLLMValidationError`` when the engine
+        cannot take a field of the request."""
+        message, metadata, ranked = job.outgoing.message, job.outgoing.trace, False
+        if job.outgoing.needs_features:
+            features = await self._features.of(lease.endpoint.engine_id, lease.channel)
+            message, metadata, ranked = job.outgoing.to_engine(features)
+        reader = ResponseReader(
+            job.request, stream=message.stream, ranked=ranked, max_model_len=job.max_model_len
+        )
+        generate = lease.channel.unary_stream(
+            _GENERATE,
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        job.heard_at = time.monotonic()
+        job.call = call = generate(message, metadata=metadata or None, timeout=self._settings.request_timeout)
+        try:
+            async for response in call:
+                job.heard_at = time.monotonic()
+                done = reader.feed(response, self._emit())
+                if not job.tokens:
+                    lease.started()
+                job.tokens = reader.tokens
+                if done:
+                    return
+        finally:
+            call.cancel()
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL,
+            grpc.aio.Metadata(),
+            grpc.aio.Metadata(),
+            details="the engine ended the stream without finishing the answer",
+        )

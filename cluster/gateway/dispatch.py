@@ -1,0 +1,187 @@
+"""The ASGI application of a gateway: several models behind one port.
+
+/health, /metrics and /v1/models are answered here. Every other request goes to the frontend of the model that
+its JSON body names; a gateway with one model takes requests that name none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from .errors import RETRY_AFTER
+from .http import (
+    ApiKeys,
+    ClientGone,
+    HttpError,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    header,
+    model_in,
+    read_body,
+    replay,
+    respond,
+)
+from .metrics import GatewayMetrics
+from .settings import GatewaySettings
+from .slots import Slot
+
+logger = logging.getLogger(__name__)
+
+_OPEN = frozenset({"/health", "/metrics", "/ping"})  # answered without an API key
+_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+_NAMED = (
+    _OPEN | _GENERATING | {"/v1/models", "/version", "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+)
+
+
+class Dispatcher:
+    """ASGI callable over ``slots`` (model name -> slot), which may change while it runs."""
+
+    def __init__(self, slots: Mapping[str, Slot], settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._slots = slots
+        self._settings = settings
+        self._metrics = metrics
+        self._keys = ApiKeys(settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "not offered by this gateway"})
+            return
+        assert scope["type"] == "http", scope["type"]
+        answer = _Answer(send, self._settings.retry_after)
+        RETRY_AFTER.set(answer.note)
+        model = ""
+        self._metrics.http_open.inc()
+        try:
+            model = await self._answer(scope, receive, answer.send)
+        except ClientGone:
+            answer.status = answer.status or 499
+        except HttpError as error:
+            await respond(answer.send, error.status, error.body())
+        except Exception as fault:
+            # Supervisor: starlette has answered 500 where it could; without this uvicorn drops the
+            # connection.
+            logger.exception("request %s %s failed", scope["method"], scope["path"])
+            if answer.status == 0:
+                error = HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, f"gateway fault: {type(fault).__name__}")
+                await respond(answer.send, error.status, error.body())
+        finally:
+            self._metrics.http_open.dec()
+            path = scope["path"] if scope["path"] in _NAMED else "other"
+            self._metrics.http.labels(model, path, str(answer.status or 499)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Answer one request; returns the model it went to, "" for none."""
+        path, method = scope["path"], scope["method"]
+        if path not in _OPEN:
+            self._keys.check(scope)
+        if method in ("GET", "HEAD"):
+            if path == "/health":
+                return await self._health(send)
+            if path == "/metrics":
+                return await self._send_metrics(send)
+            if path == "/v1/models" or path.startswith("/v1/models/"):
+                return await self._models(path, send)
+        slot = None
+        if method in ("POST", "PUT", "PATCH"):
+            body = await read_body(scope, receive, self._settings.max_body_bytes)
+            receive = replay(body, receive)
+            multipart = (header(scope, b"content-type") or b"").startswith(b"multipart/")
+            slot = self._slot_for(None if multipart else model_in(body))
+        else:
+            slot = self._slot_for(None, any_will_do=True)
+        if slot.frontend is None or (path in _GENERATING and not slot.engines):
+            reason = slot.problem if slot.frontend is None else "none of its engines can take a request now"
+            raise HttpError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"model {slot.spec.name!r} is not ready: {reason}",
+                kind="ServiceUnavailableError",
+            )
+        await slot.frontend.app(scope, receive, send)
+        return slot.spec.name
+
+    def _slot_for(self, model: str | None, *, any_will_do: bool = False) -> Slot:
+        if model is not None:
+            slot = self._slots.get(model)
+            if slot is None:
+                raise HttpError(
+                    HTTPStatus.NOT_FOUND,
+                    f"The model `{model[:200]}` does not exist.",
+                    kind="NotFoundError",
+                    param="model",
+                )
+            return slot
+        if not self._slots:
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "this gateway serves no model yet")
+        if len(self._slots) > 1 and not any_will_do:
+            names = ", ".join(sorted(self._slots))
+            raise HttpError(
+                HTTPStatus.BAD_REQUEST,
+                f"the request must name its model, one of: {names}",
+                kind="BadRequestError",
+                param="model",
+            )
+        ready = [slot for slot in self._slots.values() if slot.frontend is not None]
+        return ready[0] if ready else next(iter(self._slots.values()))
+
+    def alive(self) -> bool:
+        """True where at least one model can answer: its frontend is up and an engine can take a request."""
+        return any(slot.frontend is not None and slot.engines > 0 for slot in self._slots.values())
+
+    async def _health(self, send: Send) -> str:
+        if not self.alive():
+            detail = {name: slot.problem for name, slot in self._slots.items() if slot.frontend is None}
+            message = f"no model has a live engine{f': {detail}' if detail else ''}"
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, message, kind="ServiceUnavailableError")
+        await respond(send, 200, b"")
+        return ""
+
+    async def _send_metrics(self, send: Send) -> str:
+        for name, slot in self._slots.items():
+            self._metrics.engines.labels(name).set(slot.engines)
+            running = slot.frontend.core.active if slot.frontend is not None else 0
+            self._metrics.running.labels(name).set(running)
+        # The default registry holds the process's own series and those of vLLM's HTTP instrumentation.
+        body = generate_latest(self._metrics.registry) + generate_latest(REGISTRY)
+        await respond(send, 200, body, CONTENT_TYPE_LATEST.encode())
+        return ""
+
+    async def _models(self, path: str, send: Send) -> str:
+        cards: list[dict[str, Any]] = []
+        for slot in list(self._slots.values()):
+            cards += await slot.cards()
+        name = path.removeprefix("/v1/models").removeprefix("/")
+        answer: Any = {"object": "list", "data": cards}
+        if name:
+            answer = next((card for card in cards if card["id"] == name), None)
+            if answer is None:
+                self._slot_for(name)
+        await respond(send, 200, json.dumps(answer).encode())
+        return ""
+
+
+class _Answer:
+    """Watches one answer go out: keeps its status, and tells when to come back with every 503."""
+
+    def __init__(self, send: Send, retry_after: float) -> None:
+        self.status = 0
+        self.note = {"seconds": retry_after}
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                wait = str(max(1, math.ceil(self.note["seconds"]))).encode()
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", wait)]
+        await self._send(message)

@@ -1,0 +1,108 @@
+"""From VllmEngine GenerateResponse messages back to vLLM's EngineCoreOutput.
+
+A stream chunk carries no finish flag, but vLLM's output processor must know that a token is the last one
+*before* it makes text of it (a stop token has no text). So a chunk that may be the last is held back until
+the next message: if that is the ``complete`` message, both become one output. In a stream, ``complete``
+repeats the last ids: they are not read. In an answer of one piece, ``complete`` has everything.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.metrics.stats import PrefillStats
+
+from .logprobs import output_logprobs, prompt_logprobs
+
+_FINISH = {str(reason): reason for reason in FinishReason}
+
+
+class ResponseReader:
+    """Turns the messages of one call into outputs, in order."""
+
+    def __init__(self, request: EngineCoreRequest, *, stream: bool, ranked: bool, max_model_len: int) -> None:
+        params = request.sampling_params
+        assert params is not None and request.prompt_token_ids is not None
+        self._id = request.request_id
+        self._stream = stream
+        self._ranked = ranked
+        self._stop_ids = params.all_stop_token_ids
+        room = max_model_len - len(request.prompt_token_ids)
+        self._last_count = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._wanted = params.num_logprobs
+        self._wanted_prompt = params.prompt_logprobs
+        self._queued_at = time.monotonic()
+        self._sent_at = self._queued_at
+        self._held: EngineCoreOutput | None = None
+        self._first = True
+        self.tokens = 0  # read so far
+
+    def sent(self) -> None:
+        """The request goes to an engine now: what was before counts as time in the queue."""
+        self._sent_at = time.monotonic()
+
+    def feed(self, response: Any, into: list[EngineCoreOutput]) -> bool:
+        """Append the outputs that follow from one message; True when it was the last one."""
+        if response.WhichOneof("response") == "complete":
+            into.append(self._complete(response.complete))
+            return True
+        chunk = response.chunk
+        if self._held is not None:
+            into.append(self._held)
+            self._held = None
+        output = self._output(list(chunk.token_ids), chunk)
+        ids = output.new_token_ids
+        if ids and (ids[-1] in self._stop_ids or self.tokens >= self._last_count):
+            self._held = output
+        else:
+            into.append(output)
+        return False
+
+    def _complete(self, complete: Any) -> EngineCoreOutput:
+        output = self._held
+        self._held = None
+        if output is None:
+            ids = [] if self._stream and not self._first else list(complete.output_ids)
+            output = self._output(ids, complete) if ids or self._first else EngineCoreOutput(self._id, [])
+        output.finish_reason = _FINISH.get(complete.finish_reason, FinishReason.ERROR)
+        stopped_by = complete.WhichOneof("matched_stop")
+        if stopped_by is not None:
+            output.stop_reason = getattr(complete, stopped_by)
+        if complete.kv_transfer_params_json:
+            output.kv_transfer_params = json.loads(complete.kv_transfer_params_json)
+        return output
+
+    def _output(self, ids: list[int], message: Any) -> EngineCoreOutput:
+        """``message``: a chunk or a complete; both name their members alike."""
+        self.tokens += len(ids)
+        output = EngineCoreOutput(self._id, ids)
+        if self._wanted is not None and ids:
+            output.new_logprobs = output_logprobs(message.output_logprobs, self._wanted, self._ranked)
+        if self._first:
+            self._first = False
+            self._prefill(output, message)
+        return output
+
+    def _prefill(self, output: EngineCoreOutput, message: Any) -> None:
+        if self._wanted_prompt is not None:
+            output.new_prompt_logprobs_tensors = prompt_logprobs(
+                message.input_logprobs, self._wanted_prompt, self._ranked
+            )
+        stats = PrefillStats()
+        cached = min(message.cached_tokens, message.prompt_tokens)
+        stats.set(message.prompt_tokens, num_local_cached_tokens=cached, num_external_cached_tokens=0)
+        output.prefill_stats = stats
+        # The engine's own queue is not told; to the frontend "queued" is the wait for an engine.
+        output.events = [
+            EngineCoreEvent(EngineCoreEventType.QUEUED, self._queued_at),
+            EngineCoreEvent(EngineCoreEventType.SCHEDULED, self._sent_at),
+        ]

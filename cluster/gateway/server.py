@@ -1,0 +1,144 @@
+"""Run a gateway inside an event loop: no signal handler is installed and nothing outlives ``close()``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator, Iterable
+
+import uvicorn
+
+from ..router.picker import Picker
+from .dispatch import Dispatcher
+from .metrics import GatewayMetrics
+from .settings import GatewaySettings, ModelSpec
+from .slots import Slot
+
+logger = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that leaves signals to whoever owns the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Gateway:
+    """A running gateway."""
+
+    def __init__(
+        self, picker: Picker, settings: GatewaySettings, sock: socket.socket, metrics: GatewayMetrics
+    ) -> None:
+        self.metrics = metrics
+        self._picker = picker
+        self._settings = settings
+        self._slots: dict[str, Slot] = {}
+        self._dispatcher = Dispatcher(self._slots, settings, metrics)
+        self._socket = sock
+        config = uvicorn.Config(
+            self._dispatcher,
+            loop="none",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="warning" if not settings.access_log else "info",
+            access_log=settings.access_log,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def url(self) -> str:
+        """Where clients find it, without a path."""
+        host = self._settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def add_model(self, spec: ModelSpec) -> None:
+        """Serve one more model deployment. Raises ``ValueError`` for a name that is taken."""
+        if spec.name in self._slots:
+            raise ValueError(f"this gateway already serves a model named {spec.name!r}")
+        self._slots[spec.name] = Slot(spec, self._picker, self._settings, self.metrics)
+
+    async def remove_model(self, name: str) -> None:
+        """Stop serving ``name``; its running requests end with an error. Unknown names are ignored."""
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            await slot.close()
+
+    def alive(self) -> bool:
+        """What /health answers: at least one model can answer requests now."""
+        return self._dispatcher.alive()
+
+    async def wait_ready(self, model: str) -> None:
+        """Until ``model`` (which must have been added) can answer requests. Bound it with
+        ``asyncio.timeout``."""
+        await self._slots[model].wait()
+
+    async def start(self) -> None:
+        """Open the port to clients. Raises ``RuntimeError`` when the HTTP server does not come up."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway http")
+        while not self._server.started:
+            if self._task.done():
+                raise RuntimeError("the gateway's HTTP server did not start") from self._task.exception()
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Take no new connection, let running requests end within ``shutdown_grace``, then stop."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        for name in list(self._slots):
+            await self.remove_model(name)
+        self._socket.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address; port 0 picks one. Raises ``OSError`` naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"the gateway cannot listen on {host}:{port}: {error.strerror}") from error
+    sock.set_inheritable(False)
+    return sock
+
+
+async def serve_gateway(
+    models: Iterable[ModelSpec],
+    picker: Picker,
+    settings: GatewaySettings | None = None,
+    *,
+    metrics: GatewayMetrics | None = None,
+) -> Gateway:
+    """Start a gateway in the running event loop and return it at once: models become ready as their engines
+    do.
+
+    The process must have been prepared (``process.prepare_process``). The picker belongs to the caller.
+    """
+    settings = settings or GatewaySettings()
+    sock = bind(settings.host, settings.port)
+    gateway = Gateway(picker, settings, sock, metrics or GatewayMetrics())
+    try:
+        for spec in models:
+            gateway.add_model(spec)
+        await gateway.start()
+    except BaseException:
+        await gateway.close()
+        raise
+    logger.info("gateway on %s", gateway.url)
+    return gateway

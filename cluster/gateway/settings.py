@@ -1,0 +1,54 @@
+"""Everything the gateway can be tuned with, and what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model deployment as the gateway serves it."""
+
+    name: str  # what clients put into "model"
+    source: str | None = None
+    """Local directory with config and tokenizer files. None, or a directory that is not on this machine: the
+    files are fetched from an engine (GetTokenizer)."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's engine and frontend arguments by their own names with underscores (``tool_call_parser``,
+    ``reasoning_parser``, ``chat_template`` ...). Those that only concern an engine are ignored here."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a model deployment needs a name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """Times are seconds, sizes are bytes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 picks one
+    api_keys: tuple[str, ...] = ()  # none: no authentication
+    max_body_bytes: int = 32 * _MIB  # of one HTTP request; more is a 413
+    access_log: bool = False
+    max_attempts: int = 3  # engines that one request may try, all before anything reached the client
+    first_token_timeout: float = 600.0  # from sending a request to an engine to its first token
+    token_gap_timeout: float = 120.0  # between two tokens of a stream
+    request_timeout: float = 3600.0  # of a request that is answered in one piece
+    control_timeout: float = 30.0  # of GetModelInfo, GetServerInfo and GetTokenizer
+    shutdown_grace: float = 30.0  # how long close() lets running requests end
+    retry_after: float = 2.0  # told to clients with a 503 where nothing better is known
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_body_bytes", "max_attempts", "first_token_timeout", "token_gap_timeout",
+            "request_timeout", "control_timeout", "retry_after",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"gateway setting {name} must be above 0, got {getattr(self, name)!r}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"gateway port must be 0 to 65535, got {self.port}")
