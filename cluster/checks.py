@@ -1,0 +1,57 @@
+"""Checks for values that come from outside: each failure names what was given and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def unknown_key(key: object, allowed: Iterable[str], where: str) -> ValueError:
+    """Return the error for a key that nobody knows, with the nearest known one."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(names)}"
+    return ValueError(f"{where}: unknown key {key!r}{hint}")
+
+
+def mapping(value: object, where: str, allowed: Iterable[str]) -> dict[str, Any]:
+    """Return ``value`` as a dict whose keys are all ``allowed``.
+
+    Raises:
+        ValueError: if it is not a mapping or has an unknown key.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected a mapping, got {type(value).__name__} {value!r}")
+    names = set(allowed)
+    for key in value:
+        if key not in names:
+            raise unknown_key(key, names, where)
+    return dict(value)
+
+
+def text(value: object, where: str) -> str:
+    """Return ``value`` if it is a non-empty string, else raise ``ValueError``."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: expected a non-empty text, got {value!r}")
+    return value
+
+
+def integer(value: object, where: str, low: int, high: int) -> int:
+    """Return ``value`` if it is an integer in [low, high], else raise ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{where}: expected an integer from {low} to {high}, got {value!r}")
+    return value
+
+
+def port(value: object, where: str) -> int:
+    """Return ``value`` if it is a TCP port; 0 lets the system choose. Raises ``ValueError`` otherwise."""
+    return integer(value, where, 0, 65535)
+
+
+def choice(value: object, where: str, allowed: Iterable[str]) -> str:
+    """Return ``value`` if it is one of ``allowed``, else raise ``ValueError``."""
+    names = sorted(allowed)
+    if value not in names:
+        raise ValueError(f"{where}: expected one of {', '.join(names)}, got {value!r}")
+    return str(value)

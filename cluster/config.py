@@ -1,0 +1,222 @@
+"""FleetConfig: the one typed description of a fleet.
+
+The same keys are read from YAML, from the ``args`` of the Serve application and from the command line; inside,
+everything is a frozen dataclass. What vLLM names keeps vLLM's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import checks
+from .engine import args as engine_args
+from .router.registry import DEFAULT_POLICY, known_policies
+
+DEVICES = ("npu", "virtual")
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One model deployment: the name clients ask for, where the checkpoint lies, how many engines serve it."""
+
+    name: str
+    source: str
+    engines: int = 1
+    engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM EngineArgs by their own names
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """NPUs per engine."""
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The gRPC router: how it chooses engines and where it listens."""
+
+    policy: str = DEFAULT_POLICY
+    host: str = LOOPBACK
+    port: int = 50051
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """The OpenAI gateway: where it listens, and the file of API keys (one a line) if any are asked for."""
+
+    host: str = LOOPBACK
+    port: int = 8000
+    api_keys: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """The controller's own HTTP port: service discovery, status and its Prometheus series.
+
+    ``host`` is also the address that every engine binds its metrics port to.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8001
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """All that one fleet is."""
+
+    models: tuple[ModelConfig, ...]
+    name: str = "npufleet"
+    device: str = "npu"  # or "virtual"
+    router: RouterConfig = field(default_factory=RouterConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    @property
+    def npus(self) -> int:
+        """NPUs that all engines together need."""
+        return sum(model.engines * model.tensor_parallel_size for model in self.models)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that :func:`from_dict` reads back to an equal FleetConfig."""
+        data = asdict(self)
+        data["models"] = [{**model, "engine": dict(model["engine"])} for model in data["models"]]
+        return data
+
+
+def from_yaml(path: Path) -> FleetConfig:
+    """Read a FleetConfig file.
+
+    Raises:
+        ValueError: if the file is missing, is not YAML, or :func:`from_dict` refuses what it says.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such configuration file")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from error
+    return from_dict(data, where=str(path))
+
+
+def from_dict(data: object, where: str = "fleet") -> FleetConfig:
+    """Check plain data and return the FleetConfig it describes.
+
+    Raises:
+        ValueError: naming the place, what was given and what is allowed.
+    """
+    top = checks.mapping(data, where, _names(FleetConfig))
+    models = top.get("models")
+    if not isinstance(models, list | tuple) or not models:
+        raise ValueError(f"{where}.models: expected a list of at least one model, got {models!r}")
+    parsed = tuple(_model(model, f"{where}.models[{i}]") for i, model in enumerate(models))
+    seen: set[str] = set()
+    for model in parsed:
+        if model.name in seen:
+            raise ValueError(f"{where}.models: the name {model.name!r} is given twice")
+        seen.add(model.name)
+    return FleetConfig(
+        models=parsed,
+        name=checks.text(top.get("name", FleetConfig.name), f"{where}.name"),
+        device=checks.choice(top.get("device", FleetConfig.device), f"{where}.device", DEVICES),
+        router=_router(top.get("router", {}), f"{where}.router"),
+        gateway=_gateway(top.get("gateway", {}), f"{where}.gateway"),
+        metrics=_metrics(top.get("metrics", {}), f"{where}.metrics"),
+    )
+
+
+def with_overrides(config: FleetConfig, overrides: Mapping[str, Any]) -> FleetConfig:
+    """Return ``config`` with dotted keys set, as ``--set`` gives them.
+
+    ``engine.NAME`` sets a vLLM engine argument of every model, ``engines`` the number of engines of every model;
+    anything else is a path into the FleetConfig such as ``router.policy``.
+
+    Raises:
+        ValueError: if a key is unknown or a value is refused.
+    """
+    data = config.to_dict()
+    for key, value in overrides.items():
+        first, _, rest = key.partition(".")
+        if key == "engines":
+            for model in data["models"]:
+                model["engines"] = value
+        elif first == "engine" and rest:
+            for model in data["models"]:
+                model["engine"][rest] = value
+        elif rest and isinstance(data.get(first), dict):
+            data[first][rest] = value
+        elif not rest and first in data and first != "models" and not isinstance(data[first], dict):
+            data[first] = value
+        else:
+            raise checks.unknown_key(key, _override_keys(), "--set")
+    return from_dict(data)
+
+
+def for_model(name: str, source: str, device: str, **settings: Any) -> FleetConfig:
+    """Return the FleetConfig that serves one checkpoint; ``settings`` are ModelConfig fields."""
+    return from_dict(
+        {"name": name, "device": device, "models": [{"name": name, "source": source, **settings}]}
+    )
+
+
+def _names(kind: type) -> list[str]:
+    return [item.name for item in fields(kind)]
+
+
+def _override_keys() -> list[str]:
+    sections = {"router": RouterConfig, "gateway": GatewayConfig, "metrics": MetricsConfig}
+    dotted = [f"{section}.{name}" for section, kind in sections.items() for name in _names(kind)]
+    return ["name", "device", "engines", *dotted, *(f"engine.{name}" for name in engine_args.known())]
+
+
+def _model(data: object, where: str) -> ModelConfig:
+    given = checks.mapping(data, where, [*_names(ModelConfig), "roles"])
+    if "roles" in given:
+        raise ValueError(
+            f"{where}.roles: separate prefill and decode engines are not served by this version; "
+            "leave roles out, then every engine does both"
+        )
+    engines = given.get("engines", 1)
+    if isinstance(engines, Mapping):
+        raise ValueError(
+            f"{where}.engines: expected a number, got {dict(engines)!r}; this version keeps a fixed number of engines"
+        )
+    name = checks.text(given.get("name"), f"{where}.name")
+    return ModelConfig(
+        name=name,
+        source=checks.text(given.get("source"), f"{where}.source"),
+        engines=checks.integer(engines, f"{where}.engines", 1, 4096),
+        engine=engine_args.check(given.get("engine", {}), f"{where}.engine"),
+    )
+
+
+def _router(data: object, where: str) -> RouterConfig:
+    given = checks.mapping(data, where, _names(RouterConfig))
+    return replace(
+        RouterConfig(),
+        policy=checks.choice(given.get("policy", DEFAULT_POLICY), f"{where}.policy", known_policies()),
+        host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
+        port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
+    )
+
+
+def _gateway(data: object, where: str) -> GatewayConfig:
+    given = checks.mapping(data, where, _names(GatewayConfig))
+    keys = given.get("api_keys")
+    return GatewayConfig(
+        host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
+        port=checks.port(given.get("port", GatewayConfig.port), f"{where}.port"),
+        api_keys=None if keys is None else checks.text(keys, f"{where}.api_keys"),
+    )
+
+
+def _metrics(data: object, where: str) -> MetricsConfig:
+    given = checks.mapping(data, where, _names(MetricsConfig))
+    return MetricsConfig(
+        host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
+        port=checks.port(given.get("port", MetricsConfig.port), f"{where}.port"),
+    )

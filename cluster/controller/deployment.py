@@ -1,0 +1,144 @@
+"""The controller as a Serve deployment: placement, the endpoint registry, progress, service discovery.
+
+One replica. It keeps nothing on disk: what NPUs are taken is read from Ray at each placement, and engines and
+front ends repeat themselves with every heartbeat, so a restarted controller is whole again within seconds. While
+it is away, requests flow as before; only changes wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ..config import FleetConfig, from_dict
+from ..endpoints import EngineState
+from ..metrics import discovery
+from ..placement import ray_state
+from ..placement.ledger import Ledger
+from ..placement.plan import NoRoom, Request
+from .http import ControllerHttp
+from .progress import Phase, ProgressBoard
+from .registry import EXPIRY_S, HEARTBEAT_S, Registry
+from .wire import endpoint_from_dict, endpoint_to_dict, snapshot_to_dict
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 10.0
+"""How long a watch call waits for a change before it answers with the unchanged snapshot."""
+
+
+class Controller:
+    """Owns where things sit and who is there. All methods run on one event loop, so none needs a lock but placement."""
+
+    async def __init__(self, fleet: dict[str, Any]) -> None:
+        self.config: FleetConfig = from_dict(fleet)
+        self.registry = Registry()
+        self.progress = ProgressBoard()
+        self._ledger = Ledger()
+        self._placing = asyncio.Lock()
+        self._services: dict[str, tuple[str, str, float]] = {}  # by id: component, metrics URL, last heard of
+        self._http = ControllerHttp(self)
+        await self._http.start(self.config.metrics.host, self.config.metrics.port)
+        self._sweeper = asyncio.create_task(self._sweep(), name="controller sweep")
+
+    async def place(self, engine_id: str, model: str, tensor_parallel_size: int) -> dict[str, Any]:
+        """Plan one engine and hold the NPUs for it.
+
+        Returns ``{"nodes": [node id by rank], "device": text}``, or ``{"refused": why, "never": bool}``: a refusal
+        is an answer, not a fault, and the engine asks again unless ``never`` is true.
+        """
+        request = Request(engine_id=engine_id, model=model, tensor_parallel_size=tensor_parallel_size)
+        async with self._placing:
+            topology, held, placed = await asyncio.to_thread(ray_state.read)
+            try:
+                plan = self._ledger.reserve(topology, held, placed, request, time.monotonic())
+            except NoRoom as error:
+                return {"refused": str(error), "never": error.never}
+        labels = {node.node_id: node.labels for node in topology.nodes}
+        nodes = [bundle.node_id for bundle in plan.bundles]
+        return {"nodes": nodes, "device": self._device(labels[nodes[0]])}
+
+    def _device(self, labels: Any) -> str:
+        kind = "virtual npu" if self.config.device == "virtual" else "npu"
+        return f"{kind} {labels.get(ray_state.TYPE_LABEL, '')}".strip()
+
+    async def report(
+        self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float]
+    ) -> None:
+        """Take over what an engine says about its start; a failed one needs the NPUs promised to it no more."""
+        if phase == Phase.FAILED:
+            self._ledger.release(engine_id)
+        self.progress.report(engine_id, model, Phase(phase), detail, seconds)
+
+    async def heartbeat(self, endpoint: dict[str, Any]) -> None:
+        """Register an engine or keep it alive."""
+        self.registry.heartbeat(endpoint_from_dict(endpoint), time.monotonic())
+
+    async def unregister(self, engine_id: str) -> None:
+        """Forget an engine that ends, and what was promised to it."""
+        self.registry.remove(engine_id)
+        self.progress.remove(engine_id)
+        self._ledger.release(engine_id)
+
+    async def set_state(self, engine_id: str, state: str) -> None:
+        """Change the state of a registered engine. Raises ``ValueError`` if it is not known."""
+        self.registry.set_state(engine_id, EngineState(state))
+
+    async def service_heartbeat(self, service_id: str, component: str, metrics_url: str) -> None:
+        """Register a front end (router, gateway) for service discovery, or keep it alive."""
+        self._services[service_id] = (component, metrics_url, time.monotonic())
+
+    async def watch(self, epoch: str, version: int) -> dict[str, Any]:
+        """Return the snapshot as soon as it differs from (``epoch``, ``version``), or after ``WATCH_S`` seconds."""
+        return snapshot_to_dict(await self.registry.newer(epoch, version, WATCH_S))
+
+    async def targets(self) -> list[dict[str, Any]]:
+        """Return every Prometheus target of the fleet in the ``http_sd`` format."""
+        services = [("controller", self._http.metrics_url)]
+        services += [(component, url) for component, url, _ in self._services.values()]
+        return discovery.targets(self.config.name, self.registry.snapshot().endpoints, services)
+
+    async def status(self) -> dict[str, Any]:
+        """Return what `npufleet status` shows: configuration, engines, their progress, NPUs."""
+        topology, held, _ = await asyncio.to_thread(ray_state.read)
+        snapshot = self.registry.snapshot()
+        return {
+            "fleet": self.config.name,
+            "device": self.config.device,
+            "epoch": snapshot.epoch,
+            "version": snapshot.version,
+            "npus": {"total": topology.npus, "reserved": sum(held.values())},
+            "nodes": [
+                {"node_id": node.node_id, "address": node.address, "npus": node.npus, "reserved": held[node.node_id]}
+                for node in topology.nodes
+            ],
+            "models": [
+                {"name": m.name, "wanted": m.engines, "ready": len(snapshot.ready(m.name))}
+                for m in self.config.models
+            ],
+            "engines": [endpoint_to_dict(endpoint) for endpoint in snapshot.endpoints],
+            "progress": [entry.to_dict() for entry in self.progress.all()],
+        }
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            for engine_id in self.registry.expire(now):
+                logger.warning("engine %s was silent for %.0f s and is no longer published", engine_id, EXPIRY_S)
+                self.progress.remove(engine_id)
+            gone = [key for key, (_, _, seen) in self._services.items() if now - seen > EXPIRY_S]
+            for key in gone:
+                del self._services[key]
+
+    async def check_health(self) -> None:
+        """Fail when the sweeper died, so that Serve restarts the controller."""
+        if self._sweeper.done():
+            raise RuntimeError("the controller's sweep ended") from self._sweeper.exception()
+
+    async def __del__(self) -> None:
+        """Serve calls this when the replica stops."""
+        self._sweeper.cancel()
+        await self._http.stop()

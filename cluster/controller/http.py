@@ -1,0 +1,56 @@
+"""The controller's HTTP port: ``/sd`` for Prometheus, ``/status``, ``/metrics``, ``/health``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from .series import ControllerSeries
+
+if TYPE_CHECKING:
+    from .deployment import Controller
+
+
+class ControllerHttp:
+    """Serves what the controller knows; every answer is computed when asked for."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._registry = CollectorRegistry()
+        self._registry.register(ControllerSeries(controller.config, controller.registry, controller.progress))
+        self._runner: web.AppRunner | None = None
+        self.metrics_url = ""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen on ``host:port``; port 0 takes a free one. Raises ``OSError`` if the port is taken."""
+        app = web.Application()
+        app.router.add_get("/sd", self._targets)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        address = self._runner.addresses[0]
+        self.metrics_url = f"http://{address[0]}:{address[1]}/metrics"
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _targets(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._controller.targets())
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._controller.status())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})

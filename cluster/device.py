@@ -1,0 +1,89 @@
+"""Which NPUs this machine offers: real ones, virtual ones, or none.
+
+The fleet never imports the libraries below it; whether the virtual NPU is enabled in this Python environment is
+asked of its own command line, in a subprocess.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import env
+
+_STATUS_TIMEOUT_S = 60.0
+_DEVICE_FOLDER = Path("/dev")
+REMEDY = (
+    "this machine has no Ascend NPU (no /dev/davinci* device) and the virtual NPU is not enabled; "
+    "on an Ascend host install the driver and CANN, anywhere else run: npufleet virtual-npu enable"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The NPUs of this machine. ``kind`` is "npu" or "virtual", as in a FleetConfig."""
+
+    kind: str
+    count: int
+    chip: str = ""
+
+    def __str__(self) -> str:
+        name = "virtual NPU" if self.kind == "virtual" else "NPU"
+        chip = f" {self.chip}" if self.chip else ""
+        return f"{self.count} {name}{'s' if self.count != 1 else ''}{chip}"
+
+
+def real_npus(folder: Path = _DEVICE_FOLDER) -> int:
+    """Return how many NPUs the driver shows: device files davinci0, davinci1 and so on."""
+    return sum(path.name.removeprefix("davinci").isdigit() for path in folder.glob("davinci*"))
+
+
+def virtual_npu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the virtual NPU's command line (``enable``, ``disable``, ``status``) and return what it said."""
+    return subprocess.run(
+        [sys.executable, "-m", "npufleet.kernels.virtual", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=None if arguments[:1] == ("enable",) else _STATUS_TIMEOUT_S,
+        check=False,
+    )
+
+
+def virtual_enabled() -> bool:
+    """Say whether the virtual NPU is enabled in this Python environment."""
+    if importlib.util.find_spec("npufleet.kernels.virtual") is None:
+        return False
+    return virtual_npu("status").returncode == 0
+
+
+def detect(wanted: str | None = None) -> Device:
+    """Return the NPUs to serve on.
+
+    Args:
+        wanted: "npu" or "virtual" if the configuration says which; None takes virtual ones where they are enabled,
+            real ones otherwise.
+
+    Raises:
+        ValueError: if there are none of the wanted kind; the message says what to do.
+    """
+    virtual = virtual_enabled()
+    if wanted == "npu" and virtual:
+        raise ValueError(
+            "the configuration says device: npu, but the virtual NPU is enabled in this Python environment; "
+            "say device: virtual, or run: npufleet virtual-npu disable"
+        )
+    if wanted == "virtual" and not virtual:
+        raise ValueError(
+            "the configuration says device: virtual, but the virtual NPU is not enabled in this Python "
+            "environment; run: npufleet virtual-npu enable"
+        )
+    if virtual:
+        count, chip = env.virtual_device()
+        return Device(kind="virtual", count=count, chip=chip)
+    count = real_npus()
+    if not count:
+        raise ValueError(REMEDY)
+    return Device(kind="npu", count=count)

@@ -1,0 +1,155 @@
+"""`npufleet doctor`: is this machine ready to serve, and what to do where it is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from . import device
+from .config import GatewayConfig, MetricsConfig, RouterConfig
+
+DISTRIBUTION = "npufleet"
+EXTRAS = ("", "cluster")  # what serving needs of the distribution's requirements: the one table of versions
+SHM_LEAST = 256 << 20
+SHM_GOOD = 1 << 30
+FILES_GOOD = 4096
+
+
+class Level(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARN = "warn"  # it will run, with a limit that the text names
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check: what it looked at, how it came out, and what to do if it failed."""
+
+    name: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def examine(ports: Iterable[tuple[str, str, int]] | None = None) -> Iterator[Finding]:
+    """Yield all findings, cheap ones first.
+
+    Args:
+        ports: (what for, host, port) that must be free; the default ports if None.
+    """
+    yield python()
+    yield from versions()
+    yield devices()
+    yield from (free_port(*entry) for entry in (default_ports() if ports is None else ports))
+    yield shared_memory()
+    yield open_files()
+
+
+def python() -> Finding:
+    """Check the Python version."""
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    good = sys.version_info >= (3, 11)
+    return Finding(
+        name="python",
+        level=Level.OK if good else Level.FAIL,
+        text=found,
+        remedy="" if good else "use Python 3.11 or newer",
+    )
+
+
+def versions() -> Iterator[Finding]:
+    """Check every package that serving needs against the requirements of the installed distribution."""
+    from packaging.requirements import Requirement
+
+    for line in importlib.metadata.requires(DISTRIBUTION) or []:
+        wanted = Requirement(line)
+        if wanted.marker and not any(wanted.marker.evaluate({"extra": extra}) for extra in EXTRAS):
+            continue
+        yield version(wanted.name, str(wanted.specifier), wanted.specifier.contains)
+
+
+def version(name: str, specifier: str, fits: object) -> Finding:
+    """Check one installed package; ``fits(version, prereleases=True)`` says whether a version is right."""
+    assert callable(fits)
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name=name, level=Level.FAIL, text="not installed", remedy=f"install {name}{specifier} (make setup)")
+    if fits(found, prereleases=True):
+        return Finding(name=name, level=Level.OK, text=found)
+    return Finding(
+        name=name,
+        level=Level.FAIL,
+        text=f"{found} does not fit {specifier}",
+        remedy=f"install {name}{specifier} (make setup)",
+    )
+
+
+def devices() -> Finding:
+    """Check that there are NPUs, real or virtual."""
+    try:
+        found = device.detect()
+    except ValueError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return Finding(name="device", level=Level.FAIL, text=problem, remedy=remedy)
+    return Finding(name="device", level=Level.OK, text=str(found))
+
+
+def default_ports() -> list[tuple[str, str, int]]:
+    """Return the ports that a fleet takes unless told otherwise."""
+    return [
+        ("gateway", GatewayConfig.host, GatewayConfig.port),
+        ("router", RouterConfig.host, RouterConfig.port),
+        ("metrics", MetricsConfig.host, MetricsConfig.port),
+    ]
+
+
+def free_port(what: str, host: str, port: int) -> Finding:
+    """Check that ``host:port`` can be bound."""
+    name = f"port {port}"
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return Finding(
+            name=name,
+            level=Level.FAIL,
+            text=f"{what} cannot listen on {host}:{port}: {error.strerror or error}",
+            remedy=f"stop what uses it, or set {what}.port to another one",
+        )
+    return Finding(name=name, level=Level.OK, text=f"free for the {what} on {host}")
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    """Check the size of shared memory, through which an engine speaks to its workers."""
+    try:
+        free = os.statvfs(folder)
+    except OSError as error:
+        return Finding(name=str(folder), level=Level.FAIL, text=str(error), remedy="mount a tmpfs there")
+    size = free.f_bavail * free.f_frsize
+    level = Level.FAIL if size < SHM_LEAST else Level.WARN if size < SHM_GOOD else Level.OK
+    remedy = "" if level is Level.OK else "give the container more, for example docker run --shm-size=4g"
+    return Finding(name=str(folder), level=level, text=f"{size >> 20} MiB free", remedy=remedy)
+
+
+def open_files() -> Finding:
+    """Check the limit of open files: every stream of the front end is one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft == resource.RLIM_INFINITY or soft >= FILES_GOOD
+    return Finding(
+        name="open files",
+        level=Level.OK if enough else Level.WARN,
+        text=f"limit {soft}",
+        remedy="" if enough else f"raise it: ulimit -n {FILES_GOOD}",
+    )

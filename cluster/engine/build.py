@@ -1,0 +1,78 @@
+"""Makes vLLM's AsyncLLM inside an engine, with its workers in the engine's own placement group.
+
+Call :func:`start` in a process that serves one engine only: vLLM takes part of its settings from the process's
+environment, so they are set here for the whole process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from .. import env
+from ..config import ModelConfig
+from ..placement.plan import Plan
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+MAX_LOGPROBS = 21
+"""OpenAI allows 20; the gateway asks for one more, because the service puts the sampled token among them."""
+
+
+async def start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
+    """Start the engine core and its workers and return the AsyncLLM once the model can answer.
+
+    Raises:
+        ValueError: if vLLM refuses the engine arguments.
+        RuntimeError: if the engine core does not come up; the cause is in the engine's log.
+    """
+    prepare_environment(plan)
+    return await asyncio.to_thread(_start, model, group)
+
+
+def prepare_environment(plan: Plan) -> None:
+    """Set what vLLM reads from the environment of this process and of the engine core, its child."""
+    import ray
+
+    # Serve runs constructors in a thread where vLLM does not see that it is inside an actor; without an address the
+    # engine core would start a Ray cluster of its own, and a forked core hangs in Ray.
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(bundle.rank) for bundle in plan.bundles)
+    os.environ.setdefault("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "HCCL_,NPUFLEET_")
+    os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")  # serving on a closed network must not wait for a phone home
+
+
+def _start(model: ModelConfig, group: PlacementGroup) -> AsyncLLM:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from .args import engine_part
+    from .executor import FleetExecutor
+
+    args = AsyncEngineArgs(
+        **engine_part(model.engine),
+        model=model.source,
+        served_model_name=[model.name],
+        distributed_executor_backend=FleetExecutor,
+        max_logprobs=MAX_LOGPROBS,
+    )
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config.parallel_config.placement_group = group
+    config.parallel_config.ray_runtime_env = _worker_environment()
+    return AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _worker_environment() -> Any:
+    """Return the runtime environment of the workers: which virtual NPUs there are must be known before torch loads.
+
+    On a node that was started with the setting this changes nothing; with none set here there is nothing to pass on.
+    """
+    from ray.runtime_env import RuntimeEnv
+
+    device = os.environ.get(env.DEVICE)
+    return RuntimeEnv(env_vars={env.DEVICE: device} if device else {})

@@ -1,0 +1,57 @@
+"""What an engine says to the controller. The controller may be away: then it waits a little and goes on without."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..controller.progress import Phase
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+TELL_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 30.0
+
+
+class ControllerClient:
+    """One engine's line to the controller."""
+
+    def __init__(self, controller: DeploymentHandle, engine_id: str, model: str) -> None:
+        self._controller = controller
+        self._engine_id = engine_id
+        self._model = model
+
+    async def place(self, tensor_parallel_size: int) -> dict[str, Any]:
+        """Ask for NPUs; a controller that does not answer is a refusal for now."""
+        call = self._controller.place.remote(self._engine_id, self._model, tensor_parallel_size)
+        answer = await self._answer(call, ASK_TIMEOUT_S)
+        return answer or {"refused": "the controller does not answer", "never": False}
+
+    async def report(self, phase: Phase, detail: str, seconds: dict[str, float]) -> None:
+        """Say how far the start has come."""
+        await self._tell("report", self._model, str(phase), detail, dict(seconds))
+
+    async def heartbeat(self, endpoint: dict[str, Any]) -> None:
+        """Register this engine, or keep it registered."""
+        await self._answer(self._controller.heartbeat.remote(endpoint), TELL_TIMEOUT_S)
+
+    async def unregister(self) -> None:
+        """Say goodbye."""
+        await self._tell("unregister")
+
+    async def _tell(self, method: str, *args: Any) -> None:
+        await self._answer(getattr(self._controller, method).remote(self._engine_id, *args), TELL_TIMEOUT_S)
+
+    async def _answer(self, call: Any, timeout: float) -> Any:
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            return await asyncio.wait_for(call, timeout)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("engine %s: the controller does not answer: %r", self._engine_id, error)
+            return None

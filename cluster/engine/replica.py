@@ -1,0 +1,195 @@
+"""One engine: a Serve replica that owns a placement group, vLLM's AsyncLLM and a gRPC service.
+
+A dead engine core or worker ends the whole replica at once (crash-only): its streams fail, the controller forgets
+it, its process exits, Ray takes the NPUs back, and Serve starts a new one. Nothing is repaired in place, so there
+is one way to start and one way to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..config import ModelConfig, from_dict
+from ..controller.progress import Phase
+from ..controller.registry import HEARTBEAT_S
+from ..controller.wire import endpoint_to_dict
+from ..endpoints import EngineEndpoint, EngineState
+from ..metrics import exporter
+from ..placement import group as placement_group
+from ..placement.plan import Bundle, Plan
+from .client import ControllerClient
+from .phases import PhaseListener
+from .series import EngineInfo
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+PLACE_TIMEOUT_S = 600.0
+"""How long an engine waits for NPUs before its start fails; Serve then tries again."""
+
+GROUP_TIMEOUT_S = 60.0
+DRAIN_S = 30.0
+WATCH_S = 0.2
+LAST_WORDS_S = 0.5  # for error messages of the broken streams to reach their clients
+
+Factory = Callable[[ModelConfig, Plan, Any], Awaitable[Any]]
+"""Makes the AsyncLLM: (model, plan, placement group) -> engine."""
+
+
+class Engine:
+    """One replica of one model deployment."""
+
+    async def __init__(
+        self, fleet: dict[str, Any], model: str, controller: DeploymentHandle, factory: Factory | None = None
+    ) -> None:
+        config = from_dict(fleet)
+        self.config = next(entry for entry in config.models if entry.name == model)
+        self.engine_id = f"{_slug(model)}-{secrets.token_hex(4)}"
+        self.dead: str | None = None  # why, once it is
+        self._controller = ControllerClient(controller, self.engine_id, model)
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._group: Any = None
+        self._llm: Any = None
+        self._server: Any = None
+        try:
+            await self._start(config.metrics.host, factory)
+        except BaseException as error:
+            await self._controller.report(Phase.FAILED, f"{type(error).__name__}: {error}", self._seconds)
+            await self._release()
+            raise
+
+    async def _start(self, metrics_host: str, factory: Factory | None) -> None:
+        import ray
+
+        await self._controller.report(Phase.PLACING, "", self._seconds)
+        plan, device = await self._place()
+        self._group = await placement_group.create(plan, GROUP_TIMEOUT_S)
+        self._phase_done(Phase.PLACING)
+        listener = PhaseListener()
+        follower = asyncio.create_task(self._follow(listener))
+        try:
+            self._llm = await (factory or _default_factory())(self.config, plan, self._group)
+        finally:
+            follower.cancel()
+            listener.close()
+        from .service import serve_engine
+
+        host = ray.util.get_node_ip_address()
+        self._server = await serve_engine(self._llm, host, 0)
+        self._info = EngineInfo(self.engine_id, self.config.name, device)
+        self._exporter = exporter.start(metrics_host if host.startswith("127.") else host)
+        self._endpoint = EngineEndpoint(
+            engine_id=self.engine_id,
+            model=self.config.name,
+            address=self._server.address,
+            metrics_url=self._exporter.url,
+            state=EngineState.READY,
+            device=device,
+            node_id=ray.get_runtime_context().get_node_id(),
+        )
+        await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+        self._phase_done(Phase.LOADING)
+        await self._controller.report(Phase.READY, "", self._seconds)
+        self._tasks = [
+            asyncio.create_task(self._heartbeats(), name="engine heartbeats"),
+            asyncio.create_task(self._watch(), name="engine watch"),
+        ]
+
+    async def _place(self) -> tuple[Plan, str]:
+        """Ask for NPUs until there are some; what is missing shows in the status meanwhile."""
+        deadline = time.monotonic() + PLACE_TIMEOUT_S
+        while True:
+            answer = await self._controller.place(self.config.tensor_parallel_size)
+            refused = answer.get("refused")
+            if refused is None:
+                bundles = tuple(Bundle(rank=i, node_id=node) for i, node in enumerate(answer["nodes"]))
+                return Plan(engine_id=self.engine_id, bundles=bundles), answer["device"]
+            if answer["never"] or time.monotonic() > deadline:
+                raise RuntimeError(refused)
+            await self._controller.report(Phase.PLACING, refused, self._seconds)
+            await asyncio.sleep(1.0)
+
+    def _phase_done(self, phase: str) -> None:
+        now = time.monotonic()
+        self._seconds[str(phase)] = now - self._began
+        self._began = now
+
+    async def _follow(self, listener: PhaseListener) -> None:
+        """Report what the engine core announces of its start."""
+        current: str = "core"
+        while True:
+            await self._controller.report(Phase.LOADING, current, self._seconds)
+            while not (heard := listener.poll()):
+                await asyncio.sleep(WATCH_S)
+            for phase in heard:
+                self._phase_done(current)
+                current = phase
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _watch(self) -> None:
+        """End this process soon after the engine core died."""
+        while not self._llm.errored:
+            await asyncio.sleep(WATCH_S)
+        self.dead = "the engine core or one of its workers died"
+        logger.error("engine %s: %s; ending it so that a new one takes its place", self.engine_id, self.dead)
+        await self._controller.unregister()
+        await asyncio.sleep(LAST_WORDS_S)
+        os._exit(1)  # no way back: exit handlers would wait for the dead
+
+    async def check_health(self) -> None:
+        """Serve calls this; it fails when the engine cannot answer any more."""
+        if self.dead:
+            raise RuntimeError(self.dead)
+        await self._llm.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls this when the replica stops: drain, then give everything back."""
+        if self._server is None:
+            return
+        for task in self._tasks:
+            task.cancel()
+        self._endpoint = replace(self._endpoint, state=EngineState.DRAINING)
+        await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+        await self._server.drain(DRAIN_S)
+        await self._controller.unregister()
+        await self._release()
+
+    async def _release(self) -> None:
+        """Give back engine core, port and NPUs; safe at any point of a start."""
+        if self._server is not None:
+            await self._server.stop()
+            self._exporter.stop()
+            self._server = None
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+            self._llm = None
+        if self._group is not None:
+            with contextlib.suppress(ConnectionError):  # Ray itself may be gone already
+                await asyncio.to_thread(placement_group.remove, self._group)
+            self._group = None
+
+
+def _default_factory() -> Factory:
+    from .build import start
+
+    return start
+
+
+def _slug(name: str) -> str:
+    kept = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    return kept.strip("-")[-40:] or "engine"

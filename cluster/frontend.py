@@ -1,0 +1,153 @@
+"""The front end as a Serve deployment: gRPC router and OpenAI gateway in one process, on their own ports.
+
+Both use one picker, so both see the same loads. The process needs no NPU. When it dies Serve starts another one,
+which takes the same ports as soon as they are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .config import FleetConfig, from_dict
+from .controller.registry import HEARTBEAT_S
+from .controller.source import ControllerSource
+from .gateway.process import GATEWAY_ENV, prepare_process
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+    from .gateway.server import Gateway
+    from .router.server import RouterHandle
+
+logger = logging.getLogger(__name__)
+
+FRONT_ENVIRONMENT = {**GATEWAY_ENV, "VLLM_DO_NOT_TRACK": "1"}
+"""Environment of the process; Ray sets it before anything is imported."""
+
+BIND_TIMEOUT_S = 30.0
+"""How long a new front end waits for its ports: the one it replaces may still hold them."""
+
+GRACE_S = 30.0
+"""How long running requests may go on when the front end stops."""
+
+T = TypeVar("T")
+
+
+class Frontend:
+    """Router and gateway of one fleet."""
+
+    async def __init__(self, fleet: dict[str, Any], controller: DeploymentHandle, engines: list[Any]) -> None:
+        """``engines`` are the handles of the engine deployments; Serve deploys them because they are named here."""
+        prepare_process()
+        self.config: FleetConfig = from_dict(fleet)
+        self._id = f"front-{secrets.token_hex(4)}"
+        self._controller = controller
+        from .gateway.metrics import GatewayMetrics
+
+        self._metrics = GatewayMetrics()
+        self._describe()
+        self._router: RouterHandle = await bound(self._start_router, BIND_TIMEOUT_S)
+        self._gateway: Gateway = await bound(self._start_gateway, BIND_TIMEOUT_S)
+        self._beats = asyncio.create_task(self._heartbeats(), name="front end heartbeats")
+        for model in self.config.models:
+            await self._gateway.wait_ready(model.name)
+
+    def _describe(self) -> None:
+        from prometheus_client import Gauge
+
+        info = Gauge(
+            "npufleet_fleet_info",
+            "Always 1; its labels say which fleet this front end serves and on which kind of device.",
+            ["fleet", "device", "policy"],
+            registry=self._metrics.registry,
+        )
+        info.labels(self.config.name, self.config.device, self.config.router.policy).set(1)
+
+    async def _start_router(self) -> RouterHandle:
+        from .router.server import serve_router
+
+        return await serve_router(
+            ControllerSource(self._controller),
+            host=self.config.router.host,
+            port=self.config.router.port,
+            policy=self.config.router.policy,
+            registry=self._metrics.registry,
+        )
+
+    async def _start_gateway(self) -> Gateway:
+        from .gateway.server import serve_gateway
+        from .gateway.settings import GatewaySettings, ModelSpec
+
+        gateway = self.config.gateway
+        settings = GatewaySettings(
+            host=gateway.host, port=gateway.port, api_keys=read_keys(gateway.api_keys), shutdown_grace=GRACE_S
+        )
+        specs = [ModelSpec(name=m.name, source=m.source, args=m.engine) for m in self.config.models]
+        return await serve_gateway(specs, self._router.picker, settings, metrics=self._metrics)
+
+    async def _heartbeats(self) -> None:
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        while True:
+            call = self._controller.service_heartbeat.remote(self._id, "gateway", f"{self._gateway.url}/metrics")
+            try:
+                await asyncio.wait_for(call, 5.0)
+            except (RayError, RayServeException, TimeoutError) as error:
+                logger.warning("the controller does not answer: %r", error)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def check_health(self) -> None:
+        """Serve calls this. An unreachable engine is no fault of the front end; a dead server task is."""
+        if self._beats.done():
+            raise RuntimeError("the front end's heartbeats ended") from self._beats.exception()
+
+    async def __del__(self) -> None:
+        """Serve calls this when the replica stops: no new requests, running ones go on for a while."""
+        if hasattr(self, "_beats"):
+            self._beats.cancel()
+        if hasattr(self, "_gateway"):
+            await self._gateway.close()
+        if hasattr(self, "_router"):
+            await self._router.close(GRACE_S)
+
+
+async def bound(start: Callable[[], Awaitable[T]], timeout: float) -> T:
+    """Return what ``start`` returns, trying again for ``timeout`` seconds while its port is taken.
+
+    Raises:
+        OSError: the last one, when the time is over.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        try:
+            return await start()
+        except OSError as error:
+            if loop.time() > deadline:
+                raise
+            logger.warning("waiting for a port: %s", error)
+        await asyncio.sleep(0.2)
+
+
+def read_keys(file: str | None) -> tuple[str, ...]:
+    """Return the API keys in ``file``, one a line, without blank lines and ``#`` comments; none without a file.
+
+    Raises:
+        ValueError: if the file cannot be read or holds no key, since that would leave the gateway open.
+    """
+    if file is None:
+        return ()
+    try:
+        lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    except OSError as error:
+        raise ValueError(f"gateway.api_keys: cannot read {file}: {error.strerror}") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError(f"gateway.api_keys: {file} holds no key")
+    return keys

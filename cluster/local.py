@@ -1,0 +1,100 @@
+"""A Ray cluster of one node for `npufleet serve`: on loopback, in a folder of its own, gone without a trace after.
+
+Ray's processes share the fate of the process that starts them, so even a killed `npufleet serve` leaves none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .device import Device
+from .placement.ray_state import RESOURCE, TYPE_LABEL
+
+OBJECT_STORE_BYTES = 100 << 20  # no tokens or weights travel through Ray
+_END_S = 10.0
+
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "this machine only": every port on loopback
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRay:
+    """The cluster that this process started."""
+
+    folder: Path
+    address: str
+
+    @property
+    def logs(self) -> Path:
+        """Where Ray and Serve write their logs."""
+        return self.folder / "session_latest" / "logs"
+
+    def stop(self, keep_logs: bool = False) -> list[str]:
+        """End the cluster and return what had to be killed because it did not end by itself (nothing, normally)."""
+        import ray
+
+        family = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=_END_S)
+        stubborn = [_title(process) for process in alive]
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=_END_S)
+        if not keep_logs:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return stubborn
+
+
+def start(device: Device) -> LocalRay:
+    """Start Ray on this machine with the NPUs of ``device`` and connect to it.
+
+    Raises:
+        RuntimeError: if Ray does not start.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    # Ray looks for the chip's name through CANN and logs a traceback where there is none; the label below says it.
+    logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
+    # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="npufleet-"))
+    context = ray.init(
+        address="local",
+        resources={RESOURCE: float(device.count)},
+        labels={TYPE_LABEL: device.chip} if device.chip else None,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _temp_dir=str(folder),
+    )
+    return LocalRay(folder=folder, address=context.address_info["gcs_address"])
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def wait_gone(pid: int, timeout: float) -> bool:
+    """Wait until process ``pid`` has ended; say whether it has."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False

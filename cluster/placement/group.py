@@ -1,0 +1,65 @@
+"""Placement groups: a plan made real in Ray.
+
+The engine that creates a group owns it: when the engine's process ends, however it ends, Ray removes the group and
+the workers in it, so no NPU can leak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from .plan import Plan
+from .ray_state import RESOURCE
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+NODE_ID_LABEL = "ray.io/node-id"  # Ray sets it on every node
+
+
+class PlacementTimeout(RuntimeError):
+    """Ray did not give the planned NPUs in time."""
+
+
+async def create(plan: Plan, timeout: float) -> PlacementGroup:
+    """Reserve the NPUs of ``plan``, one bundle for each rank in rank order, and wait until Ray holds them.
+
+    Args:
+        plan: where each rank sits; the group is named after its engine.
+        timeout: seconds to wait.
+
+    Raises:
+        PlacementTimeout: if Ray has not placed the group in time; the group is removed again.
+    """
+    from ray.util.placement_group import placement_group
+
+    group = placement_group(
+        bundles=[{RESOURCE: 1.0} for _ in plan.bundles],
+        name=plan.engine_id,
+        bundle_label_selector=[{NODE_ID_LABEL: bundle.node_id} for bundle in plan.bundles],
+    )
+    try:
+        await asyncio.wait_for(_ready(group), timeout)
+    except BaseException as error:
+        await asyncio.to_thread(remove, group)
+        if isinstance(error, TimeoutError):
+            nodes = sorted({bundle.node_id[:12] for bundle in plan.bundles})
+            raise PlacementTimeout(
+                f"Ray did not reserve {len(plan.bundles)} NPU(s) on {', '.join(nodes)} for engine "
+                f"{plan.engine_id} within {timeout:.0f} s; something outside the fleet may hold them"
+            ) from error
+        raise
+    return group
+
+
+async def _ready(group: PlacementGroup) -> None:
+    while not await asyncio.to_thread(group.wait, 1):
+        pass
+
+
+def remove(group: PlacementGroup) -> None:
+    """Give the NPUs of ``group`` back; removing twice is harmless."""
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)

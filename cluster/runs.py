@@ -1,0 +1,89 @@
+"""Which fleets `npufleet serve` runs on this machine: one small file each, so that `status` and `stop` find them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from . import env
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One running `npufleet serve`."""
+
+    name: str
+    pid: int
+    started: float  # creation time of the process, so that a reused pid is not taken for it
+    gateway: str  # URL
+    router: str  # host:port
+    controller: str  # URL
+
+    def alive(self) -> bool:
+        """Say whether the process that wrote this still runs."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+        except psutil.Error:
+            return False
+
+
+def folder() -> Path:
+    """Return where the files lie."""
+    return env.home() / "run"
+
+
+def record(run: Run) -> Path:
+    """Write the file of a fleet and return its path.
+
+    Raises:
+        ValueError: if a fleet of that name already runs.
+    """
+    running = [other for other in all_running() if other.name == run.name and other.pid != run.pid]
+    if running:
+        raise ValueError(
+            f"a fleet named {run.name!r} already runs here (process {running[0].pid}); "
+            "stop it with `npufleet stop`, or give this one another --name"
+        )
+    folder().mkdir(parents=True, exist_ok=True)
+    path = folder() / f"{run.pid}.json"
+    path.write_text(json.dumps(asdict(run)))
+    return path
+
+
+def all_running() -> list[Run]:
+    """Return the fleets whose process still runs, and remove the files of those whose process is gone."""
+    found = []
+    for path, run in _read():
+        if run.alive():
+            found.append(run)
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def find(name: str | None) -> Run:
+    """Return the running fleet of that name, or the only one.
+
+    Raises:
+        ValueError: if there is none, or several and no name was given.
+    """
+    runs = all_running()
+    if name is not None:
+        runs = [run for run in runs if run.name == name]
+    if not runs:
+        raise ValueError(f"no fleet{f' named {name!r}' if name else ''} runs on this machine")
+    if len(runs) > 1:
+        raise ValueError(f"several fleets run here, say which with --name: {', '.join(run.name for run in runs)}")
+    return runs[0]
+
+
+def _read() -> Iterator[tuple[Path, Run]]:
+    for path in sorted(folder().glob("*.json")):
+        try:
+            yield path, Run(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            path.unlink(missing_ok=True)  # written by another release, or half written when its process died

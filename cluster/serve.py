@@ -1,0 +1,276 @@
+"""`npufleet serve`: bring a fleet up, say how far it is, keep it up, take it down without a trace."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from . import ask, doctor, local, runs
+from .app import CONTROLLER, assemble
+from .config import FleetConfig
+from .status import how_to_talk, progress_line
+from .targets import Target, resolve
+
+POLL_S = 0.25
+APPLICATION = "npufleet"
+
+
+class Stopped(Exception):  # noqa: N818 - a request of the user, not a fault
+    """The user asked us to stop while the fleet was starting."""
+
+
+class StartFailed(RuntimeError):
+    """The fleet did not come up; the text says why."""
+
+
+@dataclass(kw_only=True)
+class Console:
+    """Prints one line per event with the seconds since the command began."""
+
+    began: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        """Print ``text``."""
+        print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run the command; returns its exit code. Raises ``ValueError`` for what the user got wrong."""
+    console = Console()
+    target = resolve(args, console.say)
+    config = target.config
+    _check_ports(config, args.address)
+    stop = _Stop()
+    fleet = _Fleet(config=config, console=console, stop=stop)
+    code = 1
+    try:
+        fleet.start(target, args.address)
+        code = _answer(target, console)
+        if not args.once:
+            code = 0
+            print(how_to_talk(config), flush=True)
+            stop.wait()
+    except Stopped:
+        code = 130
+    except StartFailed as error:
+        print(f"npufleet: {error}", file=sys.stderr)
+    finally:
+        stop.second_means_now()
+        clean = fleet.end(keep_logs=args.keep_logs or code == 1)
+    return code if clean else 1
+
+
+def _check_ports(config: FleetConfig, address: str | None) -> None:
+    if address:  # the ports are opened on the cluster's nodes
+        return
+    wanted = [("gateway", config.gateway), ("router", config.router), ("metrics", config.metrics)]
+    for what, section in wanted:
+        finding = doctor.free_port(what, section.host, section.port)
+        if finding.level is doctor.Level.FAIL:
+            raise ValueError(f"{finding.text}; {finding.remedy}")
+
+
+def _answer(target: Target, console: Console) -> int:
+    """Ask the target's question, print the answer, and return 0 if it is as expected."""
+    if target.question is None:
+        return 0
+    config = target.config
+    model = config.models[0].name
+    key = _first_key(config)
+    console.say(f"asking: {target.question}")
+    try:
+        answer = ask.chat(gateway_url(config), model, target.question, api_key=key)
+    except ask.AskError as error:
+        console.say(f"no answer: {error}")
+        return 1
+    console.say(f"answer: {answer.strip()}")
+    if target.expect and target.expect.lower() not in answer.lower():
+        console.say(f"the answer does not contain {target.expect!r}")
+        return 1
+    return 0
+
+
+def gateway_url(config: FleetConfig) -> str:
+    """Return where this machine reaches the gateway."""
+    host = config.gateway.host
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{config.gateway.port}"
+
+
+def _first_key(config: FleetConfig) -> str | None:
+    from .frontend import read_keys
+
+    keys = read_keys(config.gateway.api_keys)
+    return keys[0] if keys else None
+
+
+class _Stop:
+    """Ctrl-C and SIGTERM ask for a clean stop; during that stop a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous = {
+            number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def check(self) -> None:
+        """Raise :class:`Stopped` if a stop was asked for."""
+        if self.asked:
+            raise Stopped
+
+    def wait(self) -> None:
+        """Return when a stop is asked for."""
+        while not self.asked:
+            time.sleep(POLL_S)
+
+    def second_means_now(self) -> None:
+        """From now on the signals do what they did before us."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+@dataclass(kw_only=True)
+class _Fleet:
+    """The running fleet of this process."""
+
+    config: FleetConfig
+    console: Console
+    stop: _Stop
+    ray: local.LocalRay | None = None
+    record: Path | None = None
+    connected: bool = False
+
+    def start(self, target: Target, address: str | None) -> None:
+        """Bring everything up, and return when every model can answer."""
+        say = self.console.say
+        config = self.config
+        self.record = runs.record(_run(config))
+        models = ", ".join(f"{m.name} ({m.engines} x {m.tensor_parallel_size} NPU)" for m in config.models)
+        say(f"fleet {config.name}: {models}")
+        if address:
+            _connect(address)
+            say(f"connected to the Ray cluster at {address}; device: {config.device}")
+        else:
+            assert target.device is not None
+            say(f"device: {target.device}")
+            if config.npus > target.device.count:
+                raise StartFailed(f"{config.npus} NPUs are asked for, {target.device} are here")
+            self.ray = local.start(target.device)
+            say(f"Ray is up; logs in {self.ray.logs}")
+        self.connected = True
+        self.stop.check()
+        self._submit()
+        self._follow()
+        say(f"ready: {gateway_url(config)}")
+
+    def _submit(self) -> None:
+        from ray import serve
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # our own lines say what happens
+        serve.start(proxy_location="Disabled")
+        serve.run_many(
+            [serve.RunTarget(assemble(self.config), name=APPLICATION, route_prefix=None)],
+            wait_for_applications_running=False,
+            wait_for_ingress_deployment_creation=False,
+        )
+
+    def _follow(self) -> None:
+        """Print what changes until the application runs."""
+        from ray import serve
+        from ray.serve.schema import ApplicationStatus
+
+        shown: dict[str, str] = {}
+        while True:
+            self.stop.check()
+            application = serve.status().applications.get(APPLICATION)
+            for engine_id, line in _progress().items():
+                if shown.get(engine_id) != line:
+                    shown[engine_id] = line
+                    self.console.say(line)
+            if application is not None:
+                if application.status == ApplicationStatus.RUNNING:
+                    return
+                if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+                    raise StartFailed(_why(application))
+            time.sleep(POLL_S)
+
+    def end(self, keep_logs: bool) -> bool:
+        """Take everything down; say whether nothing was left that had to be killed."""
+        clean = True
+        if self.connected:
+            self.console.say("stopping: running requests may end first")
+            with contextlib.suppress(KeyboardInterrupt):
+                self._delete()
+        if self.ray is not None:
+            stubborn = self.ray.stop(keep_logs)
+            for title in stubborn:
+                self.console.say(f"had to kill: {title}")
+            clean = not stubborn
+            if keep_logs:
+                self.console.say(f"logs are kept in {self.ray.logs}")
+        if self.record is not None:
+            self.record.unlink(missing_ok=True)
+        self.console.say("stopped" if clean else "stopped, not cleanly")
+        return clean
+
+    def _delete(self) -> None:
+        import ray
+        from ray import serve
+
+        serve.delete(APPLICATION)
+        if self.ray is None:
+            ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise StartFailed(f"no Ray cluster at {address!r}: {error}") from error
+
+
+def _run(config: FleetConfig) -> runs.Run:
+    metrics = config.metrics
+    host = "127.0.0.1" if metrics.host in ("0.0.0.0", "::") else metrics.host
+    return runs.Run(
+        name=config.name,
+        pid=os.getpid(),
+        started=psutil.Process().create_time(),
+        gateway=gateway_url(config),
+        router=f"{config.router.host}:{config.router.port}",
+        controller=f"http://{host}:{metrics.port}",
+    )
+
+
+def _progress() -> dict[str, str]:
+    """Return a line for each engine that says something; nothing while the controller is not up."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        handle = serve.get_deployment_handle(CONTROLLER, APPLICATION)
+        status: dict[str, Any] = handle.status.remote().result(timeout_s=5.0)
+    except (KeyError, RayError, RayServeException, TimeoutError):  # KeyError: not deployed yet
+        return {}
+    return {entry["engine_id"]: progress_line(entry) for entry in status["progress"]}
+
+
+def _why(application: Any) -> str:
+    failed = [f"{name}: {d.message}" for name, d in application.deployments.items() if d.message]
+    return "the fleet did not come up\n" + "\n".join([application.message, *failed]).strip()

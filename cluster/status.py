@@ -1,0 +1,57 @@
+"""What the command line prints about a fleet."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .config import FleetConfig
+
+
+def progress_line(entry: dict[str, Any]) -> str:
+    """Return one line about one engine's start, from :meth:`EngineProgress.to_dict`."""
+    took = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in entry["seconds"].items())
+    detail = f": {entry['detail']}" if entry["detail"] else ""
+    return f"engine {entry['engine_id']} {entry['phase']}{detail}{f' ({took})' if took else ''}"
+
+
+def render(status: dict[str, Any]) -> str:
+    """Return the status that the controller gives, as text."""
+    npus = status["npus"]
+    lines = [f"fleet {status['fleet']} on {status['device']}: {npus['reserved']} of {npus['total']} NPUs in use"]
+    lines += [f"  model {m['name']}: {m['ready']} of {m['wanted']} engines ready" for m in status["models"]]
+    known = {engine["engine_id"] for engine in status["engines"]}
+    for engine in status["engines"]:
+        lines.append(f"  engine {engine['engine_id']} {engine['state']} at {engine['address']} on {engine['device']}")
+    for entry in status["progress"]:
+        if entry["engine_id"] not in known:
+            lines.append(f"  {progress_line(entry)}")
+    for node in status["nodes"]:
+        lines.append(f"  node {node['address'] or node['node_id'][:12]}: {node['reserved']} of {node['npus']} NPUs in use")
+    return "\n".join(lines)
+
+
+def how_to_talk(config: FleetConfig) -> str:
+    """Return how to use the fleet: curl, the openai package, grpc, and where to look."""
+    from .serve import gateway_url
+
+    url = gateway_url(config)
+    model = config.models[0].name
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Tell me about Paris."}]})
+    key = "-H 'Authorization: Bearer KEY' " if config.gateway.api_keys else ""
+    router = f"{config.router.host}:{config.router.port}"
+    return f"""
+Talk to it:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}\\
+    -d '{body}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if config.gateway.api_keys else "none"}")
+  print(client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hi!"}}]))
+
+  gRPC: vllm.grpc.engine.VllmEngine at {router} (reflection is on; grpcurl -plaintext {router} list)
+
+Look at it:
+  npufleet status                      Prometheus: http_sd at http://{config.metrics.host}:{config.metrics.port}/sd
+Stop it with Ctrl-C or `npufleet stop`.
+"""
