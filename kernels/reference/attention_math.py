@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 TILE = 1024  # query rows for which one explicit mask is built
-SHORTEST_BUCKET = 64  # keys; single-token requests up to here share one padded batch
+SHORTEST_BUCKET = 128  # keys; single-token requests up to here share one padded batch
 CHUNK = 1 << 22  # elements of gathered keys that a padded batch holds in float32 at a time
 
 
@@ -37,21 +37,42 @@ def attend(call: Attention, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     A request without keys gives zeros.
     """
     tokens, heads, _ = call.query.shape
-    out = call.query.new_zeros(tokens, heads, call.value.shape[2])
-    lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32) if want_lse else None
-    start = 0
-    singles: dict[int, list[tuple[int, int]]] = {}  # bucket → (request, its query token)
-    for request, (end, kv_length) in enumerate(zip(call.query_ends, call.kv_lengths, strict=True)):
-        if end - start == 1 and kv_length and call.block_table is not None:
-            seen = min(kv_length, call.window or kv_length)
-            bucket = max(seen - 1, SHORTEST_BUCKET - 1).bit_length()
-            singles.setdefault(bucket, []).append((request, start))
-        elif end > start and kv_length:
-            _attend_request(call, request, start, out, lse)
-        start = end
-    for members in singles.values():
+    singles, others, complete = _group(
+        call.query_ends, call.kv_lengths, call.window, call.block_table is not None
+    )
+    allocate = call.query.new_empty if complete else call.query.new_zeros
+    out = allocate(tokens, heads, call.value.shape[2])
+    lse = torch.empty(tokens, heads, dtype=torch.float32) if want_lse else None
+    for request, start in others:
+        _attend_request(call, request, start, out, lse)
+    for members in singles:
         _attend_singles(call, members, out, lse)
     return out, lse
+
+
+Members = tuple[tuple[int, int], ...]  # (request, its first query token)
+
+
+@lru_cache(maxsize=8)
+def _group(
+    query_ends: tuple[int, ...], kv_lengths: tuple[int, ...], window: int | None, paged: bool
+) -> tuple[tuple[Members, ...], Members, bool]:
+    """Requests with one query in batches of similar key count, the others, and whether none lacks keys."""
+    singles: dict[int, list[tuple[int, int]]] = {}
+    others = []
+    complete, start = True, 0
+    for request, (end, kv_length) in enumerate(zip(query_ends, kv_lengths, strict=True)):
+        if end > start:
+            if not kv_length:
+                complete = False
+            elif paged and end - start == 1:
+                seen = min(kv_length, window or kv_length)
+                bucket = max(seen - 1, SHORTEST_BUCKET - 1).bit_length()
+                singles.setdefault(bucket, []).append((request, start))
+            else:
+                others.append((request, start))
+        start = end
+    return tuple(map(tuple, singles.values())), tuple(others), complete
 
 
 def _flash(
@@ -164,9 +185,7 @@ def _plan_singles(
     return _SinglePlan(rows=rows.view(len(lengths), -1), mask=mask, longest=longest)
 
 
-def _attend_singles(
-    call: Attention, members: list[tuple[int, int]], out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
+def _attend_singles(call: Attention, members: Members, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Requests with one query token each, of similar length: their keys gathered into one padded batch."""
     assert call.block_table is not None
     requests = [request for request, _ in members]

@@ -36,11 +36,11 @@ def require_contiguous(op: str, **tensors: torch.Tensor) -> None:
 
 
 def refuse_arguments(op: str, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse every argument in ``given`` that differs from its default: it would otherwise be ignored in
-    silence.
-    """
-    for name, default in defaults.items():
-        value = given[name]
+    """Refuse arguments in ``given`` that differ from their default in ``defaults``, instead of ignoring them."""
+    for name, value in given.items():
+        if name not in defaults:
+            continue
+        default = defaults[name]
         if value is default:
             continue
         if isinstance(value, torch.Tensor) or value != default:

@@ -107,6 +107,7 @@ def npu_mrope(
     _check_mrope(positions, query, key, cos_sin_cache, head_size)
     require(rotary_mode in MODES, op, f"rotary_mode is {rotary_mode!r}, allowed are {MODES}")
     require(cache_mode in ("default", "interleave"), op, f"cache_mode is {cache_mode!r}")
+    assert rotary_mode is not None and cache_mode is not None
     section = list(mrope_section) if mrope_section else [0, 0, 0]
     tokens, rotary = query.shape[0], cos_sin_cache.shape[1]
     cos_sin = cos_sin_cache.index_select(0, positions.reshape(-1))
