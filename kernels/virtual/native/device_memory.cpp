@@ -69,6 +69,8 @@ int copy(void* dst, size_t dst_bytes, const void* src, size_t bytes, aclrtMemcpy
 
 extern "C" {
 
+int vnpu_is_device_memory(const void* ptr) { return is_device(ptr) ? 1 : 0; }
+
 // Zeroes memory of a device without committing it: whole pages are given back to the kernel, which hands
 // out zero pages on the next touch. This lets a KV cache be larger than the host's memory until it is used.
 int vnpu_zero(void* ptr, size_t bytes) {

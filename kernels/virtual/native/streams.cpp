@@ -40,6 +40,7 @@ using vnpu::Sync;
 
 extern "C" {
 
+void vnpu_count_sync(int kind) { vnpu::count_sync(static_cast<Sync>(kind)); }
 uint64_t vnpu_sync_count(int kind) { return sync_counts[static_cast<size_t>(kind)].load(); }
 void vnpu_reset_sync_counts() {
   for (auto& count : sync_counts) count.store(0);

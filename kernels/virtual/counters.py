@@ -1,0 +1,46 @@
+"""Counts of what the virtual NPU did in this process: a measure of host overhead without noise."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from . import boot
+
+_SYNCS = ("stream", "device", "event", "copy_to_host")  # order of vnpu::Sync in native/state.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """Since the process started or :func:`reset` ran."""
+
+    ops: dict[str, int]
+    """Operations that reached the device, by name such as ``aten::add.Tensor``; only those called."""
+    syncs: dict[str, int]
+    """Times the host waited for the device: ``stream``, ``device``, ``event``, ``copy_to_host``."""
+
+    @property
+    def calls(self) -> int:
+        """All operations together."""
+        return sum(self.ops.values())
+
+
+def read() -> Counters:
+    """The counts now. Raises RuntimeError in a process without a virtual NPU."""
+    kernels, runtime = boot.kernels(), boot.runtime()
+    kernels.vnpu_op_count.restype = ctypes.c_size_t
+    kernels.vnpu_op_name.restype = ctypes.c_char_p
+    kernels.vnpu_op_name.argtypes = [ctypes.c_size_t]
+    kernels.vnpu_op_calls.restype = ctypes.c_uint64
+    kernels.vnpu_op_calls.argtypes = [ctypes.c_size_t]
+    runtime.vnpu_sync_count.restype = ctypes.c_uint64
+    count = kernels.vnpu_op_count()
+    ops = {kernels.vnpu_op_name(i).decode(): kernels.vnpu_op_calls(i) for i in range(count)}
+    syncs = {name: runtime.vnpu_sync_count(i) for i, name in enumerate(_SYNCS)}
+    return Counters(ops={name: calls for name, calls in ops.items() if calls}, syncs=syncs)
+
+
+def reset() -> None:
+    """Start counting from zero. Raises RuntimeError in a process without a virtual NPU."""
+    boot.kernels().vnpu_reset_op_calls()
+    boot.runtime().vnpu_reset_sync_counts()

@@ -1,0 +1,70 @@
+// One call of the boxed kernel.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "aten_call.h"
+#include "vnpu.h"
+
+extern "C" void vnpu_count_sync(int kind);
+
+namespace vnpu {
+
+namespace {
+
+constexpr int kCopyToHost = 3;  // Sync::kCopyToHost of the runtime
+
+// torch.device("npu") as a context manager and torch function modes must not reach into a reference.
+class NoTorchFunction {
+ public:
+  NoTorchFunction() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~NoTorchFunction() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
+
+ private:
+  at::impl::TorchFunctionDisabledState before_;
+};
+
+bool leaves_device(const OpInfo& info, const Stack& stack) {
+  if (info.waits) return true;
+  if (!info.copy) return false;
+  const IValue& to = stack[stack.size() - info.inputs];
+  return to.isTensor() && to.toTensor().device().is_cpu();  // copy_ into a CPU tensor
+}
+
+}  // namespace
+
+void run_cpu(const OpInfo& info, Stack& stack) {
+  constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  // Composite CPU kernels call further operations, which must not reach autograd or Python modes again.
+  static const c10::DispatchKeySet above =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+  c10::impl::ExcludeDispatchKeyGuard guard(above);
+  if (info.reference) {
+    TORCH_CHECK_NOT_IMPLEMENTED(info.op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                                "virtual NPU: no reference kernel for ", info.name);
+    NoTorchFunction plain;
+    info.op.redispatchBoxed(cpu, &stack);
+    return;
+  }
+  info.op.redispatchBoxed(cpu, &stack);
+}
+
+void run(const OpInfo& info, Stack& stack) {
+  if (leaves_device(info, stack)) vnpu_count_sync(kCopyToHost);
+  Aliases aliases;
+  aliases.replace_inputs(info, stack);
+  if (aliases.results_stay_on_cpu() && info.copy) vnpu_count_sync(kCopyToHost);
+  {
+    c10::OptionalDeviceGuard guard;
+    if (aliases.device() != vnpu_device()) guard.reset_device(c10::Device(c10::DeviceType::PrivateUse1, aliases.device()));
+    DeviceMemory memory(!aliases.results_stay_on_cpu());
+    run_cpu(info, stack);
+  }
+  aliases.replace_outputs(stack);
+  if (info.mutates) aliases.write_back();
+}
+
+}  // namespace vnpu

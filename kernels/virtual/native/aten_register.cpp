@@ -1,0 +1,141 @@
+// Puts the boxed kernel on PrivateUse1 for every operation that a CPU kernel can serve.
+#include <ATen/core/op_registration/op_registration.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <unordered_set>
+
+#include "aten_call.h"
+#include "vnpu.h"
+
+namespace vnpu {
+
+namespace {
+
+using c10::DispatchKey;
+
+// Operations that only touch metadata, or manage npu memory: torch_npu's own are right as they are.
+const std::unordered_set<std::string>& kept() {
+  static const std::unordered_set<std::string> names = {
+      "aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided",
+      "aten::as_strided", "aten::as_strided_", "aten::view", "aten::view.dtype", "aten::_reshape_alias", "aten::set_",
+      "aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor",
+      "aten::resize_", "aten::unfold", "aten::alias", "aten::detach", "aten::record_stream", "aten::is_pinned",
+      "aten::_pin_memory", "aten::view_as_real", "aten::view_as_complex", "aten::_lazy_clone", "aten::zeros",
+      "npu::empty_with_format", "npu::unsafe_empty_with_format", "npu::get_npu_format", "npu::npu_format_cast",
+      "npu::npu_format_cast.acl_format", "npu::npu_format_cast_", "npu::npu_format_cast_.acl_format",
+      "npu::_npu_format_cast", "npu::_npu_format_cast.aclnn", "npu::copy_memory_", "npu::get_storage_size",
+      "npu::_npu_storage_resize", "npu::npu_prefetch", "npu::set_op_timeout_ms", "npu::npu_change_data_ptr",
+  };
+  return names;
+}
+
+bool one_of(const std::string& name, std::initializer_list<const char*> list) {
+  for (const char* item : list)
+    if (name == item) return true;
+  return false;
+}
+
+std::deque<OpInfo>& infos() {
+  static std::deque<OpInfo> list;
+  return list;
+}
+
+struct Boxed final : c10::OperatorKernel {
+  explicit Boxed(OpInfo* info) : info(info) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+    info->calls.fetch_add(1, std::memory_order_relaxed);
+    if (stack->size() == info->inputs) return call(*stack);
+    // A caller's own values lie below the arguments: leave them alone.
+    const auto first = stack->end() - static_cast<std::ptrdiff_t>(info->inputs);
+    Stack own(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
+    stack->erase(first, stack->end());
+    call(own);
+    for (IValue& value : own) stack->push_back(std::move(value));
+  }
+  void call(Stack& stack) const {
+    if (vnpu_capturing())
+      run_recorded(*info, stack);
+    else if (!vnpu_null_mode() || !run_null(*info, stack))
+      run(*info, stack);
+  }
+  OpInfo* info;
+};
+
+class Quiet : public c10::WarningHandler {  // "overriding a previously registered kernel": that is the purpose
+  void process(const c10::Warning&) override {}
+};
+
+bool wanted(const c10::OperatorHandle& op, const std::string& ns) {
+  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1)) return true;
+  return ns == "aten" && op.hasKernelForDispatchKey(DispatchKey::CPU);
+}
+
+}  // namespace
+
+OpInfo::OpInfo(const c10::OperatorHandle& op) : op(op), name(toString(op.operator_name())) {
+  const c10::FunctionSchema& schema = op.schema();
+  inputs = schema.arguments().size();
+  reference = name.rfind("aten::", 0) != 0;
+  for (size_t i = 0; i < inputs; ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    mutates |= argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    const std::string type = argument.type()->str();
+    if (type.rfind("Generator", 0) == 0) generator = static_cast<int>(i);
+  }
+  only_writes = mutates;
+  for (const c10::Argument& result : schema.returns())
+    only_writes &= result.alias_info() != nullptr && result.alias_info()->isWrite();
+  copy = one_of(name, {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_copy_from_and_resize"});
+  waits = one_of(name, {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select",
+                        "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
+                        "aten::is_nonzero", "aten::item", "aten::repeat_interleave.Tensor"});
+  moves_data = copy || waits;
+}
+
+}  // namespace vnpu
+
+extern "C" {
+
+// Registers everything; called once by boot.py when torch_npu is loaded. Returns the number of operations.
+int vnpu_install_kernels() {
+  using namespace vnpu;
+  static std::deque<torch::Library> libraries;
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard silence(&quiet);
+  install_allocator();
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const char* ns : {"aten", "npu", "atb"}) {
+    libraries.emplace_back(torch::Library::IMPL, ns, DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    torch::Library& library = libraries.back();
+    libraries.emplace_back(torch::Library::IMPL, ns, DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+    torch::Library& autograd = libraries.back();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (name.getNamespace() != ns) continue;
+      const auto op = dispatcher.findSchema(name);
+      if (!op.has_value()) continue;
+      const std::string full = toString(name);
+      const std::string local = full.substr(strlen(ns) + 2);
+      // torch_npu answers these on its autograd key by calling its own C++ directly; let them come down here.
+      if (strcmp(ns, "aten") == 0 && op->hasKernelForDispatchKey(DispatchKey::AutogradPrivateUse1))
+        autograd.impl(local.c_str(), torch::CppFunction::makeFallthrough());
+      if (!wanted(*op, ns) || kept().count(full) != 0) continue;
+      infos().emplace_back(*op);
+      library.impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(&infos().back())));
+    }
+  }
+  return static_cast<int>(infos().size());
+}
+
+// Counts by operation, for counters.py.
+size_t vnpu_op_count() { return vnpu::infos().size(); }
+const char* vnpu_op_name(size_t index) { return vnpu::infos()[index].name.c_str(); }
+uint64_t vnpu_op_calls(size_t index) { return vnpu::infos()[index].calls.load(); }
+void vnpu_reset_op_calls() {
+  for (vnpu::OpInfo& info : vnpu::infos()) info.calls.store(0);
+}
+
+}  // extern "C"
