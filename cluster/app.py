@@ -1,8 +1,9 @@
-"""The Ray Serve application of a fleet: what `serve deploy`, KubeRay's RayService and `npufleet serve` submit.
+"""The Ray Serve application of a fleet: what `serve deploy`, KubeRay's RayService and `npufleet serve`
+submit.
 
 ``import_path: npufleet.cluster.app:build``, with a FleetConfig as its ``args``. Serve owns the life of the
-replicas: how many there are, health checks, restarts, upgrades. No request passes through Serve: the front end
-opens its own gRPC and HTTP ports, so Serve's proxies can be off.
+replicas: how many there are, health checks, restarts, upgrades. No request passes through Serve: the front
+end opens its own gRPC and HTTP ports, so Serve's proxies can be off.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def engine_deployment(model: str) -> str:
 
 
 def assemble(config: FleetConfig, factory: Factory | None = None) -> Application:
-    """Return the application of ``config``; ``factory`` replaces what makes an engine's AsyncLLM, for tests."""
+    """Return the application of ``config``; ``factory`` replaces what makes an engine's AsyncLLM, for
+    tests.
+    """
     from .controller.deployment import Controller
 
     fleet = config.to_dict()
@@ -60,10 +63,13 @@ def _deployment(kind: type, name: str, **options: Any) -> Any:
         "graceful_shutdown_timeout_s": 10.0,
         "ray_actor_options": {"num_cpus": 0},
     }
-    return serve.deployment(kind).options(**{**settings, **options})
+    made: Any = serve.deployment(kind)
+    return made.options(**{**settings, **options})
 
 
-def _engines(model: ModelConfig, fleet: dict[str, Any], controller: Application, factory: Factory | None) -> Any:
+def _engines(
+    model: ModelConfig, fleet: dict[str, Any], controller: Application, factory: Factory | None
+) -> Any:
     from .engine.replica import DRAIN_S, Engine
 
     deployment = _deployment(

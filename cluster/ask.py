@@ -12,7 +12,9 @@ class AskError(RuntimeError):
     """The gateway gave no answer; the text says why."""
 
 
-def chat(gateway: str, model: str, question: str, *, api_key: str | None = None, timeout: float = 60.0) -> str:
+def chat(
+    gateway: str, model: str, question: str, *, api_key: str | None = None, timeout: float = 60.0
+) -> str:
     """Return the answer of ``model`` to one user message, decoded greedily.
 
     Args:
@@ -61,6 +63,8 @@ def _open(request: urllib.request.Request, timeout: float) -> Any:
         with opener.open(request, timeout=timeout) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
-        raise AskError(f"{request.full_url}: HTTP {error.code}: {error.read().decode(errors='replace')[:400]}") from error
+        raise AskError(
+            f"{request.full_url}: HTTP {error.code}: {error.read().decode(errors='replace')[:400]}"
+        ) from error
     except (OSError, ValueError) as error:
         raise AskError(f"{request.full_url}: {error}") from error

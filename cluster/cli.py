@@ -56,17 +56,29 @@ def _serve_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     serve.add_argument("--replicas", type=int, metavar="N", help="engines per model")
     serve.add_argument("--tensor-parallel", type=int, metavar="N", help="NPUs per engine")
     serve.add_argument("--policy", help="routing policy")
-    serve.add_argument("--host", help="address that gateway, router and metrics listen on (default: loopback)")
+    serve.add_argument(
+        "--host", help="address that gateway, router and metrics listen on (default: loopback)"
+    )
     serve.add_argument("--port", type=int, help="port of the OpenAI gateway (default 8000)")
     serve.add_argument("--grpc-port", type=int, help="port of the gRPC router (default 50051)")
-    serve.add_argument("--metrics-port", type=int, help="port of discovery, status and metrics (default 8001)")
+    serve.add_argument(
+        "--metrics-port", type=int, help="port of discovery, status and metrics (default 8001)"
+    )
     serve.add_argument("--name", help="name of the fleet")
     serve.add_argument("--device", choices=DEVICES, help="default: virtual where it is enabled, else npu")
-    serve.add_argument("--set", action="append", metavar="KEY=VALUE", help="any key of the configuration; repeatable")
-    serve.add_argument("--address", help="an existing Ray cluster ('auto' or HOST:PORT) instead of an own one")
-    serve.add_argument("--ask", metavar="QUESTION", help="ask this once the fleet is up, and print the answer")
+    serve.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", help="any key of the configuration; repeatable"
+    )
+    serve.add_argument(
+        "--address", help="an existing Ray cluster ('auto' or HOST:PORT) instead of an own one"
+    )
+    serve.add_argument(
+        "--ask", metavar="QUESTION", help="ask this once the fleet is up, and print the answer"
+    )
     serve.add_argument("--expect", metavar="TEXT", help="the answer must contain this")
-    serve.add_argument("--once", action="store_true", help="stop after the answer; exit 0 only if all went well")
+    serve.add_argument(
+        "--once", action="store_true", help="stop after the answer; exit 0 only if all went well"
+    )
     serve.add_argument("--keep-logs", action="store_true", help="leave Ray's log folder behind")
 
 
@@ -138,8 +150,11 @@ def _doctor(args: argparse.Namespace) -> int:
 def _virtual_npu(args: argparse.Namespace) -> int:
     import subprocess
 
-    # As a process of its own: before it is enabled torch cannot be imported, and the fleet never imports kernels.
-    return subprocess.run([sys.executable, "-m", "npufleet.kernels.virtual", args.action], check=False).returncode
+    # As a process of its own: before it is enabled torch cannot be imported, and the fleet never imports
+    # kernels.
+    return subprocess.run(
+        [sys.executable, "-m", "npufleet.kernels.virtual", args.action], check=False
+    ).returncode
 
 
 def _version(args: argparse.Namespace) -> int:

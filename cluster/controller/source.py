@@ -29,9 +29,9 @@ class ControllerSource:
     async def watch(self) -> AsyncIterator[Snapshot]:
         """Yield the present snapshot at once, then every newer one.
 
-        While the controller is away the last snapshot stays valid. A controller that has just restarted knows no
-        engine until their heartbeats come in; its first snapshots are held back until it knows as many as before
-        or had time to hear of them all.
+        While the controller is away the last snapshot stays valid. A controller that has just restarted
+        knows no engine until their heartbeats come in; its first snapshots are held back until it knows as
+        many as before or had time to hear of them all.
         """
         last: Snapshot | None = None
         settled = 0.0

@@ -1,7 +1,7 @@
 """Which names vLLM's ``EngineArgs`` knows, read from its source without importing it.
 
-Importing ``vllm`` takes seconds and loads torch; the command line checks a configuration before anything starts,
-so it reads the class bodies instead.
+Importing ``vllm`` takes seconds and loads torch; the command line checks a configuration before anything
+starts, so it reads the class bodies instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def of_engine() -> frozenset[str]:
 
 @cache
 def of_frontend() -> frozenset[str]:
-    """Return the names of vLLM's frontend arguments that belong to a model: chat template, parsers and the like."""
+    """Return the names of vLLM's frontend arguments that belong to a model: chat template, parsers and the
+    like.
+    """
     return _fields("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs",))
 
 

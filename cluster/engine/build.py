@@ -1,7 +1,7 @@
 """Makes vLLM's AsyncLLM inside an engine, with its workers in the engine's own placement group.
 
-Call :func:`start` in a process that serves one engine only: vLLM takes part of its settings from the process's
-environment, so they are set here for the whole process.
+Call :func:`start` in a process that serves one engine only: vLLM takes part of its settings from the
+process's environment, so they are set here for the whole process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ def prepare_environment(plan: Plan) -> None:
     """Set what vLLM reads from the environment of this process and of the engine core, its child."""
     import ray
 
-    # Serve runs constructors in a thread where vLLM does not see that it is inside an actor; without an address the
+    # Serve runs constructors in a thread where vLLM does not see that it is inside an actor; without an
+    # address the
     # engine core would start a Ray cluster of its own, and a forked core hangs in Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(bundle.rank) for bundle in plan.bundles)
     os.environ.setdefault("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "HCCL_,NPUFLEET_")
-    os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")  # serving on a closed network must not wait for a phone home
+    os.environ.setdefault(
+        "VLLM_DO_NOT_TRACK", "1"
+    )  # serving on a closed network must not wait for a phone home
 
 
 def _start(model: ModelConfig, group: PlacementGroup) -> AsyncLLM:
@@ -68,9 +71,11 @@ def _start(model: ModelConfig, group: PlacementGroup) -> AsyncLLM:
 
 
 def _worker_environment() -> Any:
-    """Return the runtime environment of the workers: which virtual NPUs there are must be known before torch loads.
+    """Return the runtime environment of the workers: which virtual NPUs there are must be known before
+    torch loads.
 
-    On a node that was started with the setting this changes nothing; with none set here there is nothing to pass on.
+    On a node that was started with the setting this changes nothing; with none set here there is nothing to
+    pass on.
     """
     from ray.runtime_env import RuntimeEnv
 

@@ -1,4 +1,6 @@
-"""What an engine says to the controller. The controller may be away: then it waits a little and goes on without."""
+"""What an engine says to the controller. The controller may be away: then it waits a little and goes on
+without.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,12 @@ class ControllerClient:
     async def _tell(self, method: str, *args: Any) -> None:
         await self._answer(getattr(self._controller, method).remote(self._engine_id, *args), TELL_TIMEOUT_S)
 
-    async def _answer(self, call: Any, timeout: float) -> Any:
+    async def _answer(self, call: Any, seconds: float) -> Any:
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
         try:
-            return await asyncio.wait_for(call, timeout)
+            return await asyncio.wait_for(call, seconds)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("engine %s: the controller does not answer: %r", self._engine_id, error)
             return None

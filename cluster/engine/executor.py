@@ -1,8 +1,8 @@
 """vLLM's Ray executor, made to die with its engine and to say how far it is.
 
-vLLM runs the engine core as a child process of the engine. When the engine is killed, that child would live on
-under pid 1 and keep NPUs, memory and ports. The executor is the one part of that process that is ours, so it
-watches the parent.
+vLLM runs the engine core as a child process of the engine. When the engine is killed, that child would live
+on under pid 1 and keep NPUs, memory and ports. The executor is the one part of that process that is ours,
+so it watches the parent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class FleetExecutor(RayExecutorV2):
 def die_with_parent() -> None:
     """Kill this process as soon as its multiprocessing parent is gone; without one, do nothing.
 
-    A thread waits on the pipe that multiprocessing keeps open to the parent. That holds whichever thread of the
-    parent started us (a parent-death signal would fire when that *thread* ends) and costs nothing while waiting.
+    A thread waits on the pipe that multiprocessing keeps open to the parent. That holds whichever thread of
+    the parent started us (a parent-death signal would fire when that *thread* ends) and costs nothing while
+    waiting.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

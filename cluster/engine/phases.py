@@ -40,14 +40,12 @@ class PhaseListener:
         self._socket.bind(_address(os.getpid()))
         self._socket.setblocking(False)
 
-    def poll(self) -> tuple[StartPhase, ...]:
-        """Return the phases announced since the last call."""
-        heard: list[StartPhase] = []
-        while True:
-            try:
-                heard.append(StartPhase(self._socket.recv(64).decode()))
-            except BlockingIOError:
-                return tuple(heard)
+    def poll(self) -> StartPhase | None:
+        """Return the next phase that was announced, None if there is none yet."""
+        try:
+            return StartPhase(self._socket.recv(64).decode())
+        except BlockingIOError:
+            return None
 
     def close(self) -> None:
         """Give the name back."""

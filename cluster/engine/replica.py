@@ -1,8 +1,8 @@
 """One engine: a Serve replica that owns a placement group, vLLM's AsyncLLM and a gRPC service.
 
-A dead engine core or worker ends the whole replica at once (crash-only): its streams fail, the controller forgets
-it, its process exits, Ray takes the NPUs back, and Serve starts a new one. Nothing is repaired in place, so there
-is one way to start and one way to end.
+A dead engine core or worker ends the whole replica at once (crash-only): its streams fail, the controller
+forgets it, its process exits, Ray takes the NPUs back, and Serve starts a new one. Nothing is repaired in
+place, so there is one way to start and one way to end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Factory = Callable[[ModelConfig, Plan, Any], Awaitable[Any]]
 class Engine:
     """One replica of one model deployment."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, fleet: dict[str, Any], model: str, controller: DeploymentHandle, factory: Factory | None = None
     ) -> None:
         config = from_dict(fleet)
@@ -130,11 +130,15 @@ class Engine:
         current: str = "core"
         while True:
             await self._controller.report(Phase.LOADING, current, self._seconds)
-            while not (heard := listener.poll()):
-                await asyncio.sleep(WATCH_S)
-            for phase in heard:
+            current = await self._next_phase(listener, current)
+
+    async def _next_phase(self, listener: PhaseListener, current: str) -> str:
+        while True:
+            phase = listener.poll()
+            if phase is not None:
                 self._phase_done(current)
-                current = phase
+                return phase
+            await asyncio.sleep(WATCH_S)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -143,8 +147,10 @@ class Engine:
 
     async def _watch(self) -> None:
         """End this process soon after the engine core died."""
-        while not self._llm.errored:
+        while True:
             await asyncio.sleep(WATCH_S)
+            if self._llm.errored:
+                break
         self.dead = "the engine core or one of its workers died"
         logger.error("engine %s: %s; ending it so that a new one takes its place", self.engine_id, self.dead)
         await self._controller.unregister()

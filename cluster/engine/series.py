@@ -6,7 +6,9 @@ from prometheus_client import Gauge
 
 
 class EngineInfo:
-    """``npufleet_engine_info``: which engine this process is, on what device; join it to vLLM's series by target."""
+    """``npufleet_engine_info``: which engine this process is, on what device; join it to vLLM's series by
+    target.
+    """
 
     def __init__(self, engine_id: str, model: str, device: str) -> None:
         gauge = Gauge(

@@ -27,7 +27,8 @@ class Exporter:
 
 
 def start(host: str, port: int = 0, registry: CollectorRegistry | None = None) -> Exporter:
-    """Serve ``registry`` (the process's default one if None) at ``http://host:port/metrics``; port 0 takes a free one.
+    """Serve ``registry`` (the process's default one if None) at ``http://host:port/metrics``; port 0 takes
+    a free one.
 
     Raises:
         OSError: if the port cannot be bound.

@@ -1,7 +1,7 @@
 """Placement groups: a plan made real in Ray.
 
-The engine that creates a group owns it: when the engine's process ends, however it ends, Ray removes the group and
-the workers in it, so no NPU can leak.
+The engine that creates a group owns it: when the engine's process ends, however it ends, Ray removes the
+group and the workers in it, so no NPU can leak.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class PlacementTimeout(RuntimeError):
     """Ray did not give the planned NPUs in time."""
 
 
-async def create(plan: Plan, timeout: float) -> PlacementGroup:
+async def create(plan: Plan, seconds: float) -> PlacementGroup:
     """Reserve the NPUs of ``plan``, one bundle for each rank in rank order, and wait until Ray holds them.
 
     Args:
         plan: where each rank sits; the group is named after its engine.
-        timeout: seconds to wait.
+        seconds: how long to wait.
 
     Raises:
         PlacementTimeout: if Ray has not placed the group in time; the group is removed again.
@@ -40,14 +40,14 @@ async def create(plan: Plan, timeout: float) -> PlacementGroup:
         bundle_label_selector=[{NODE_ID_LABEL: bundle.node_id} for bundle in plan.bundles],
     )
     try:
-        await asyncio.wait_for(_ready(group), timeout)
+        await asyncio.wait_for(_ready(group), seconds)
     except BaseException as error:
         await asyncio.to_thread(remove, group)
         if isinstance(error, TimeoutError):
             nodes = sorted({bundle.node_id[:12] for bundle in plan.bundles})
             raise PlacementTimeout(
                 f"Ray did not reserve {len(plan.bundles)} NPU(s) on {', '.join(nodes)} for engine "
-                f"{plan.engine_id} within {timeout:.0f} s; something outside the fleet may hold them"
+                f"{plan.engine_id} within {seconds:.0f} s; something outside the fleet may hold them"
             ) from error
         raise
     return group

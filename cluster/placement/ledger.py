@@ -1,4 +1,5 @@
-"""Reservations: NPUs that were promised to an engine and are not yet visible in Ray as its placement group."""
+"""Reservations: NPUs that were promised to an engine and are not yet visible in Ray as its placement group.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,17 @@ PROMISE_S = 120.0
 class Ledger:
     """Plans engines one after the other so that two of them never get the same NPU."""
 
-    promises: dict[str, tuple[Plan, float]] = field(default_factory=dict)  # by engine id: plan, when it lapses
+    promises: dict[str, tuple[Plan, float]] = field(
+        default_factory=dict
+    )  # by engine id: plan, when it lapses
 
     def reserve(
-        self, topology: Topology, held: Mapping[str, int], placed: frozenset[str], request: Request, now: float
+        self,
+        topology: Topology,
+        held: Mapping[str, int],
+        placed: frozenset[str],
+        request: Request,
+        now: float,
     ) -> Plan:
         """Plan ``request`` on what is neither held in Ray nor promised, and promise it until it is placed.
 

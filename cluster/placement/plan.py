@@ -69,7 +69,8 @@ class Plan:
 class NoRoom(ValueError):
     """The request cannot be placed.
 
-    ``never`` is true when no node could hold it even if the whole fleet were idle, so that waiting is useless.
+    ``never`` is true when no node could hold it even if the whole fleet were idle, so that waiting is
+    useless.
     """
 
     def __init__(self, message: str, *, never: bool) -> None:
@@ -107,12 +108,14 @@ def _no_room(topology: Topology, free: Mapping[str, int], request: Request) -> N
     if not any(node.npus for node in topology.nodes):
         return NoRoom(
             f"{wish}, but no node of the Ray cluster offers the resource NPU; "
-            'start its nodes with --resources \'{"NPU": COUNT}\'',
+            "start its nodes with --resources '{\"NPU\": COUNT}'",
             never=True,
         )
     largest = max(node.npus for node in topology.nodes)
     if largest < need:
         return NoRoom(f"{wish}, but the largest node has {largest}; lower tensor_parallel_size", never=True)
-    shown = [f"{node.title} {free.get(node.node_id, 0)} of {node.npus}" for node in topology.nodes if node.npus]
+    shown = [
+        f"{node.title} {free.get(node.node_id, 0)} of {node.npus}" for node in topology.nodes if node.npus
+    ]
     more = f" and {len(shown) - 8} more nodes" if len(shown) > 8 else ""
     return NoRoom(f"{wish}, but free are: {', '.join(shown[:8])}{more}", never=False)

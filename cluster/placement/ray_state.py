@@ -33,7 +33,8 @@ def topology(nodes: Iterable[Mapping[str, Any]]) -> Topology:
 def reserved(groups: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
     """Return the NPUs that placement groups hold, by node id, from ``placement_group_table()``.
 
-    A bundle that is not placed yet has no node and is not counted: the controller's own reservations cover it.
+    A bundle that is not placed yet has no node and is not counted: the controller's own reservations cover
+    it.
     """
     held: Counter[str] = Counter()
     for group in groups.values():

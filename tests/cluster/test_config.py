@@ -1,0 +1,108 @@
+"""FleetConfig: what it accepts, what it refuses and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from npufleet.cluster import config
+from npufleet.cluster.engine import args as engine_args
+
+
+def fleet(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {"models": [{"name": "m", "source": "/models/m"}]}
+    return {**base, **changes}
+
+
+def model(**changes: Any) -> dict[str, Any]:
+    return fleet(models=[{"name": "m", "source": "/models/m", **changes}])
+
+
+def test_defaults_are_loopback_and_one_engine() -> None:
+    made = config.from_dict(fleet())
+    assert (made.gateway.host, made.router.host, made.metrics.host) == ("127.0.0.1",) * 3
+    assert made.models[0].engines == 1
+    assert made.device == "npu"
+    assert made.npus == 1
+
+
+def test_plain_data_reads_back_equal() -> None:
+    made = config.from_dict(
+        model(engines=3, engine={"tensor_parallel_size": 2, "max_model_len": 64})
+        | {"device": "virtual", "router": {"policy": "round-robin", "port": 0}, "gateway": {"api_keys": "/k"}}
+    )
+    assert config.from_dict(made.to_dict()) == made
+    assert made.npus == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "expected a mapping, got list"),
+        ({}, "expected a list of at least one model"),
+        (fleet(modls=1), "unknown key 'modls'; did you mean 'models'?"),
+        (fleet(device="gpu"), "expected one of npu, virtual, got 'gpu'"),
+        (fleet(name=""), "expected a non-empty text"),
+        (fleet(gateway={"port": 70000}), "expected an integer from 0 to 65535, got 70000"),
+        (fleet(gateway={"port": True}), "got True"),
+        (fleet(gateway={"prot": 1}), "did you mean 'port'?"),
+        (fleet(router={"policy": "best"}), "expected one of least-load, round-robin, got 'best'"),
+        (fleet(router=[]), "fleet.router: expected a mapping"),
+        (model(engines=0), "fleet.models[0].engines: expected an integer from 1"),
+        (model(engines={"min": 1, "max": 2}), "keeps a fixed number of engines"),
+        (model(roles={"prefill": 1}), "separate prefill and decode engines"),
+        (model(engine={"tensor_paralel_size": 2}), "did you mean 'tensor_parallel_size'?"),
+        (model(engine={"tensor_parallel_size": 0}), "expected an integer from 1 to 1024, got 0"),
+        (model(engine={"data_parallel_size": 2}), "data_parallel_size is 2"),
+        (model(engine={"pipeline_parallel_size": 2}), "pipeline_parallel_size is 2"),
+        (model(engine={"model": "x"}), "set models[].source"),
+        (model(engine={"distributed_executor_backend": "mp"}), "Ray actors"),
+        (fleet(models=[{"name": "m"}]), "fleet.models[0].source"),
+        (fleet(models=[{"name": "m", "source": "a"}, {"name": "m", "source": "b"}]), "given twice"),
+    ],
+)
+def test_refusals_name_the_place_and_the_way_out(data: object, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        config.from_dict(data)
+    assert said in str(error.value)
+
+
+def test_yaml_file(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("models: [{name: m, source: /m, engines: 2}]\nrouter: {policy: round-robin}\n")
+    assert config.from_yaml(file).models[0].engines == 2
+    file.write_text("models: [")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        config.from_yaml(file)
+    with pytest.raises(ValueError, match="no such configuration file"):
+        config.from_yaml(tmp_path / "absent.yaml")
+
+
+def test_overrides_reach_every_level() -> None:
+    made = config.with_overrides(
+        config.from_dict(fleet()),
+        {"engines": 2, "engine.max_model_len": 128, "router.policy": "round-robin", "name": "x"},
+    )
+    assert (made.models[0].engines, made.models[0].engine["max_model_len"]) == (2, 128)
+    assert (made.router.policy, made.name) == ("round-robin", "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("router.polcy", "'policy'"), ("engine.max_modl_len", "'max_model_len'"), ("gatewy.port", "'gateway.port'")],
+)
+def test_unknown_override_names_the_nearest(key: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {near}"):
+        config.with_overrides(config.from_dict(fleet()), {key: 1})
+
+
+def test_known_engine_arguments_are_those_of_the_installed_vllm() -> None:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert engine_args.of_engine() == {field.name for field in fields(AsyncEngineArgs)}
+    assert "tool_call_parser" in engine_args.of_frontend()
+    given = {"max_model_len": 5, "tool_call_parser": "hermes"}
+    assert engine_args.engine_part(given) == {"max_model_len": 5}
