@@ -92,5 +92,4 @@ class ACLGraphWrapper(CUDAGraphWrapper):
         """
         step = next(iter(metadata.values()))
         self._update_stream.wait_event(captured.replayed)
-        with torch.npu.stream(self._update_stream):
-            captured.attention.update(self._update_stream, step.query_ends, step.kv_lens)
+        captured.attention.update(self._update_stream, step.query_ends, step.kv_lens)

@@ -94,8 +94,7 @@ class PagedAttentionCall:
             *tensors,
             **arguments,
             workspace=self.workspace,
-            attention_out=self.out,
-            softmax_lse=_no_lse(self.query.device),
+            out=[self.out, _no_lse(self.query.device)],
         )
 
     def capture(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> "CapturedAttention":

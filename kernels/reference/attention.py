@@ -73,12 +73,11 @@ def fused_infer_attention_score_out(
     value: torch.Tensor,
     *,
     workspace: torch.Tensor | None = None,
-    attention_out: torch.Tensor,
-    softmax_lse: torch.Tensor,
+    out: list[torch.Tensor],
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same into given tensors, with a workspace of the size that the workspace query answered."""
-    return _compute_into(V1, query, key, value, given, workspace, (attention_out, softmax_lse))
+    return _compute_into(V1, query, key, value, given, workspace, (out[0], out[1]))
 
 
 @reference(f"npu::_{V1}_get_max_workspace")
@@ -104,12 +103,11 @@ def fused_infer_attention_score_v2_out(
     value: torch.Tensor,
     *,
     workspace: torch.Tensor | None = None,
-    attention_out: torch.Tensor,
-    softmax_lse: torch.Tensor,
+    out: list[torch.Tensor],
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Version 2 into given tensors."""
-    return _compute_into(V2, query, key, value, given, workspace, (attention_out, softmax_lse))
+    return _compute_into(V2, query, key, value, given, workspace, (out[0], out[1]))
 
 
 @reference(f"npu::_{V2}_get_max_workspace")

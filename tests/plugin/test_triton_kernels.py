@@ -10,7 +10,9 @@ from vllm.triton_utils.dispatcher import _kernel_arg_names, _resolve_kernel
 PAD = -1
 
 
-def loop(starts: list[int], positions: torch.Tensor, table: torch.Tensor, block: int, size: int) -> torch.Tensor:
+def loop(
+    starts: list[int], positions: torch.Tensor, table: torch.Tensor, block: int, size: int
+) -> torch.Tensor:
     out = torch.full((size,), PAD, dtype=torch.int64)
     for request, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
         for token in range(a, b):
