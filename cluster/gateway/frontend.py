@@ -120,7 +120,10 @@ def _prepare(spec: ModelSpec, directory: Path, max_model_len: int, limits: Mappi
 class Frontend:
     """One model deployment's application and what it stands on."""
 
-    def __init__(self, app: FastAPI, client: FleetClient, core: GrpcEngineCore, directory: Path) -> None:
+    def __init__(
+        self, name: str, app: FastAPI, client: FleetClient, core: GrpcEngineCore, directory: Path
+    ) -> None:
+        self.name = name
         self.app = app
         self.client = client
         self.core = core
@@ -129,7 +132,8 @@ class Frontend:
     async def model_cards(self) -> list[dict[str, Any]]:
         """What /v1/models shows for it."""
         shown = await self.app.state.openai_serving_models.show_available_models()
-        return [card.model_dump() for card in shown.data]
+        # Its root is a temporary directory here, which is nobody's business.
+        return [{**card.model_dump(), "root": self.name} for card in shown.data]
 
     def close(self) -> None:
         """End running requests and remove the files."""
@@ -170,4 +174,4 @@ async def load_frontend(
     # vLLM's error handlers ask a dying server to exit; the gateway outlives every engine.
     ready.app.state.server = SimpleNamespace(should_exit=False)
     logger.info("model %s is ready: context %d tokens", spec.name, info.max_context_length)
-    return Frontend(ready.app, client, core, directory)
+    return Frontend(spec.name, ready.app, client, core, directory)

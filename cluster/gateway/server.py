@@ -47,6 +47,7 @@ class Gateway:
             log_config=None,
             log_level="warning" if not settings.access_log else "info",
             access_log=settings.access_log,
+            server_header=False,
             timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
         )
         self._server = _Server(config)

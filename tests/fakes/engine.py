@@ -47,6 +47,16 @@ class Script:
     die_after: int | None = None  # tokens after which the whole server is gone
     freeze_after: int | None = None  # tokens after which nothing comes any more
     finish_reason: str = ""  # instead of what follows from the answer
+    faults_left: list[int] | None = (
+        None  # one number, shared: how many more faults may happen; None: no limit
+    )
+
+    def fault(self) -> bool:
+        """True where a scripted fault may happen now; it then counts."""
+        if self.faults_left is None:
+            return True
+        self.faults_left[0] -= 1
+        return self.faults_left[0] >= 0
 
 
 @dataclass(kw_only=True)
@@ -144,7 +154,7 @@ class FakeEngine(pb_grpc.VllmEngineServicer):
         self, request: pb.GenerateRequest, seen: Seen, stop: asyncio.Event, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         script, params = self.script, request.sampling_params
-        if script.refuse is not None:
+        if script.refuse is not None and script.fault():
             await context.abort(*script.refuse)
         prompt = list(request.tokenized.input_ids)
         limit = params.max_tokens if params.HasField("max_tokens") else self.max_model_len - len(prompt)
@@ -171,13 +181,13 @@ class FakeEngine(pb_grpc.VllmEngineServicer):
 
     async def _misbehave(self, sent: int, context: grpc.aio.ServicerContext) -> None:
         script = self.script
-        if script.fail_after == sent:
+        if script.fail_after == sent and script.fault():
             await context.abort(*script.fail_with)
-        if script.die_after == sent:
+        if script.die_after == sent and script.fault():
             task = asyncio.create_task(self.stop())
             await asyncio.sleep(60)
             await task
-        if script.freeze_after == sent:
+        if script.freeze_after == sent and script.fault():
             await asyncio.Event().wait()
 
     def _part(self, kind: Any, seen: Seen, prompt: list[int], tokens: list[int], with_prompt: bool) -> Any:
