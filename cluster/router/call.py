@@ -105,6 +105,11 @@ def handler(method: str, body: Body, metrics: RouterMetrics) -> Callable[..., Aw
             code = error.code
             await _end(context, error)
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # Not this call but the one to the engine was cancelled, by us; the client still waits.
+                code = grpc.StatusCode.UNAVAILABLE
+                await _end(context, CallError(code, "the router closed its link to the engine"))
             left = context.time_remaining()
             late = left is not None and left <= 0
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED

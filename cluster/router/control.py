@@ -39,12 +39,12 @@ class Control:
         self._pool = picker.pool
         self._live = live
         self._settings = settings
-        self._endless: set[asyncio.Task[Any]] = set()
+        self._endless: set[Any] = set()  # calls to engines whose streams never end by themselves
 
     def end_subscriptions(self) -> None:
         """End the streams that would never end by themselves."""
-        for task in self._endless:
-            task.cancel()
+        for rpc in self._endless:
+            rpc.cancel()
 
     async def health_check(self, raw: bytes, call: Call) -> bytes:
         """Healthy: the model asked for, or else each known one, has an engine that can take a request."""
@@ -80,7 +80,8 @@ class Control:
     async def get_tokenizer(self, raw: bytes, call: Call) -> None:
         """Stream one engine's tokenizer bundle."""
         member = self._one_of(call)[0]
-        await self._stream(member, "GetTokenizer", raw, call, call.remaining(self._settings.control_timeout))
+        seconds = call.remaining(self._settings.control_timeout)
+        await self._pump(self._open(member, "GetTokenizer", raw, call, seconds), member, call)
 
     async def subscribe_kv_events(self, raw: bytes, call: Call) -> None:
         """Stream one engine's KV events.
@@ -95,13 +96,12 @@ class Control:
                 _Code.UNIMPLEMENTED,
                 f"KV events are per engine; name one in metadata {ENGINE_KEY!r}: {names}",
             )
-        task = asyncio.current_task()
-        assert task is not None
-        self._endless.add(task)
+        rpc = self._open(members[0], "SubscribeKvEvents", raw, call, call.remaining(_FOREVER))
+        self._endless.add(rpc)
         try:
-            await self._stream(members[0], "SubscribeKvEvents", raw, call, call.remaining(_FOREVER))
+            await self._pump(rpc, members[0], call)
         finally:
-            self._endless.discard(task)
+            self._endless.discard(rpc)
 
     async def get_loads(self, raw: bytes, call: Call) -> bytes:
         """The loads of all engines in one answer.
@@ -221,10 +221,11 @@ class Control:
             raw, timeout=timeout, metadata=tuple(call.forwarded())
         )
 
-    async def _stream(self, member: Member, method: str, raw: bytes, call: Call, seconds: float) -> None:
-        rpc = member.channel.unary_stream(path(method))(
-            raw, timeout=seconds, metadata=tuple(call.forwarded())
-        )
+    def _open(self, member: Member, method: str, raw: bytes, call: Call, seconds: float) -> Any:
+        open_stream = member.channel.unary_stream(path(method))
+        return open_stream(raw, timeout=seconds, metadata=tuple(call.forwarded()))
+
+    async def _pump(self, rpc: Any, member: Member, call: Call) -> None:
         try:
             while (message := await rpc.read()) is not grpc.aio.EOF:
                 await call.context.write(message)
