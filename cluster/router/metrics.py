@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc
 from npufleet.cluster.router.member import Member, MemberState
@@ -42,6 +43,15 @@ def outcome_of(code: grpc.StatusCode) -> str:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "deadline"
     return "client_error" if code in _CLIENT_CODES else "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSeries:
+    """The series of one model that each of its requests touches."""
+
+    in_flight: Gauge
+    first_message: Histogram
+    overhead: Histogram
 
 
 class RouterMetrics:
@@ -94,13 +104,31 @@ class RouterMetrics:
             registry=registry,
         )
 
+        self._of_model: dict[str, ModelSeries] = {}
+        self._of_end: dict[tuple[str, str, grpc.StatusCode], Counter] = {}
+
+    def of(self, model: str) -> ModelSeries:
+        """The series of ``model``, looked up once: a lookup costs more than the counting."""
+        found = self._of_model.get(model)
+        if found is None:
+            found = self._of_model[model] = ModelSeries(
+                in_flight=self.in_flight.labels(model),
+                first_message=self.first_message.labels(model),
+                overhead=self.overhead.labels(model),
+            )
+        return found
+
     def watch(self, pool: EnginePool) -> None:
         """Also report the engines of ``pool``, read at each scrape."""
         self.registry.register(_PoolCollector(pool))
 
     def ended(self, model: str, method: str, code: grpc.StatusCode) -> None:
         """A call of ``method`` ended with ``code``."""
-        self.requests.labels(model, method, outcome_of(code), code.name).inc()
+        key = (model, method, code)
+        found = self._of_end.get(key)
+        if found is None:
+            found = self._of_end[key] = self.requests.labels(model, method, outcome_of(code), code.name)
+        found.inc()
 
     def on_state(self, member: Member, old: MemberState, reason: str) -> None:
         """Count an engine that became unusable."""

@@ -73,7 +73,7 @@ class Relay:
         call.model_label = model
         with (
             self._live.enter(head.request_id, call.peer) as live,
-            self._metrics.in_flight.labels(model).track_inprogress(),
+            self._metrics.of(model).in_flight.track_inprogress(),
         ):
             if live.engine_request_id != head.request_id:
                 raw = with_request_id(raw, live.engine_request_id)
@@ -88,15 +88,17 @@ class Relay:
         lease, rpc, context = opened.lease, opened.rpc, job.call.context
         code, sent = _CANCELLED, 0
         try:
-            await context.send_initial_metadata(await _answer_metadata(rpc, lease))
+            if metadata := await rpc.initial_metadata():  # without any it goes out with the first message
+                await context.send_initial_metadata(tuple(metadata))
             message = opened.first
             if message is not grpc.aio.EOF:
-                self._metrics.first_message.labels(job.info.model).observe(time.perf_counter() - job.arrived)
+                self._metrics.of(job.info.model).first_message.observe(time.perf_counter() - job.arrived)
             while message is not grpc.aio.EOF:
                 await context.write(message)
                 sent += 1
                 message = await rpc.read()
-            context.set_trailing_metadata(tuple(await rpc.trailing_metadata()))
+            engine = (ENGINE_KEY, lease.endpoint.engine_id)
+            context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
             code = grpc.StatusCode.OK
         except grpc.aio.AioRpcError as error:
             code = error.code()
@@ -145,7 +147,7 @@ class Relay:
             raise CallError(_CANCELLED, f"request {job.live.client_id!r} was aborted")
         lease = await self._picker.pick(job.info)
         if not attempts:
-            self._metrics.overhead.labels(job.info.model).observe(time.perf_counter() - job.arrived)
+            self._metrics.of(job.info.model).overhead.observe(time.perf_counter() - job.arrived)
         return lease
 
     def _dispatch(self, job: _Job, lease: Lease) -> Any:
@@ -187,7 +189,3 @@ async def _read_first(rpc: Any) -> Any:
 
 async def _read_only(rpc: Any) -> Any:
     return await rpc
-
-
-async def _answer_metadata(rpc: Any, lease: Lease) -> tuple[tuple[str, str | bytes], ...]:
-    return (*(await rpc.initial_metadata()), (ENGINE_KEY, lease.endpoint.engine_id))

@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2
 
 MODEL = "tiny"
 QUICK = RouterSettings(
-    probe_interval=0.1, probe_timeout=0.5, recovery_interval=0.05, load_interval=0.1, reconnect_backoff=0.2
+    probe_interval=0.1, probe_timeout=5, recovery_interval=0.05, load_interval=0.1, reconnect_backoff=0.2
 )
 
 

@@ -60,42 +60,42 @@ def at(port: int, name: str) -> EngineEndpoint:
     )
 
 
+async def stream(stub, begun: list[str]) -> tuple[str, int]:
+    """Which engine served a stream of 60 and how many tokens came; ``begun`` notes it at the first."""
+    call, got = stub.Generate(generate_request(60)), 0
+    try:
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            got += len(answer.chunk.token_ids)
+            if got == 1:
+                begun.append(dict(await call.initial_metadata())["x-fake"])
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is Code.UNAVAILABLE and got, "only a stream that had begun may fail"
+        assert "'doomed' was lost after" in error.details()
+    return dict(await call.initial_metadata())["x-fake"], got
+
+
 async def test_a_killed_engine_under_load_hurts_only_its_own_streams_and_comes_back():
     port, good = free_port(), await FakeEngine(name="good", delay=0.005).start()
     source = ListSource(at(port, "doomed"), endpoint(good))
-
-    async def stream(stub) -> tuple[int, str]:
-        call, got = stub.Generate(generate_request(60)), 0
-        try:
-            async for answer in call:
-                got += len(answer.chunk.token_ids)
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is Code.UNAVAILABLE and got, "only a stream that had begun may fail"
-            assert "'doomed' was lost after" in error.details()
-        return got, dict(await call.initial_metadata())["x-npufleet-engine"]
-
     async with fleet(good, source=source, wait=False) as f:
         async with engine_process(port, "doomed") as process:
-            await until(lambda: f.router.picker.models() == {MODEL: 2})
-            running = [asyncio.create_task(stream(f.stub)) for _ in range(12)]
-            await until(lambda: len(good.seen) == 6)
-            await asyncio.sleep(0.1)
+            await until(lambda: f.router.picker.models() == {MODEL: 2}, 30)
+            begun: list[str] = []
+            running = [asyncio.create_task(stream(f.stub, begun)) for _ in range(12)]
+            await until(lambda: len(begun) == 12)
             process.kill()
-            more = []
             for _ in range(40):
-                more.append(asyncio.create_task(stream(f.stub)))
+                running.append(asyncio.create_task(stream(f.stub, [])))
                 await asyncio.sleep(0.002)
-            ended = await asyncio.gather(*running, *more)
-        assert sum(engine == "good" for _, engine in ended) >= 40
-        assert all(got == 60 for got, engine in ended if engine == "good")
-        assert all(got < 60 for got, engine in ended if engine == "doomed")
-        assert sum(engine == "doomed" for _, engine in ended) == 6
+            ended = await asyncio.gather(*running)
+        assert begun.count("doomed") == begun.count("good") == 6
+        assert [got for engine, got in ended if engine == "good"] == [60] * 46
+        assert all(got < 60 for engine, got in ended if engine == "doomed")
         assert f.router.picker.models() == {MODEL: 1}
         assert f.metric("npufleet_router_ejections_total", model=MODEL) == 1
         async with engine_process(port, "doomed"):
-            await until(lambda: f.router.picker.models() == {MODEL: 2})
-            ended = [await stream(f.stub) for _ in range(4)]
-            assert {engine for _, engine in ended} == {"good", "doomed"}
+            await until(lambda: f.router.picker.models() == {MODEL: 2}, 30)
+            assert {(await stream(f.stub, []))[0] for _ in range(4)} == {"good", "doomed"}
     await good.stop()
 
 

@@ -65,8 +65,8 @@ async def test_metadata_passes_both_ways():
         assert {key: got[key] for key in sent} == sent
         initial, trailing = dict(await call.initial_metadata()), dict(await call.trailing_metadata())
         assert initial["x-fake"] == "a"
-        assert initial["x-npufleet-engine"] == "a"
         assert trailing["x-fake-done"] == "4"
+        assert trailing["x-npufleet-engine"] == "a"
 
 
 async def test_the_clients_deadline_reaches_the_engine_and_ends_the_call():
