@@ -1,9 +1,10 @@
 """What the router's relay costs: CPU per call and per token, and what it adds to the first token.
 
-A mock engine (grpc.aio, ready-made bytes) runs in a process of its own and the router in another; the client
-is this process. Each load runs straight against the engine and through the router, in turns; medians are
-printed. CPU is the router process's user and system time, so it holds on a busy machine; the times of day do
-not.
+A mock engine (grpc.aio, ready-made bytes), the router, and a bare relay (the least that passes bytes from one
+grpc.aio server to another) run in processes of their own; the client is this process. Each load runs straight
+against the engine, through the bare relay and through the router, in turns; medians are printed. CPU is the
+relaying process's user and system time. What the router adds to the bare relay is its own share; the rest is
+grpc.aio's.
 
     python benchmarks/router_relay.py --rounds 3
 """
@@ -24,8 +25,9 @@ import psutil
 import uvloop
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
-MODEL = "bench"
+SERVICE = "vllm.grpc.engine.VllmEngine"
+GENERATE = f"/{SERVICE}/Generate"
+ROUTER = ("-m", "npufleet.cluster.router", "--model", "bench", "--port", "0", "--engine")
 _STEP_SECONDS = 0.01
 
 
@@ -78,16 +80,32 @@ async def engine() -> None:
     check = {"Check": grpc.unary_unary_rpc_method_handler(health)}
     server.add_generic_rpc_handlers(
         (
-            grpc.method_handlers_generic_handler("vllm.grpc.engine.VllmEngine", stream),
+            grpc.method_handlers_generic_handler(SERVICE, stream),
             grpc.method_handlers_generic_handler("grpc.health.v1.Health", check),
         )
     )
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
     await server.start()
     while True:
         await asyncio.sleep(_STEP_SECONDS)
         now, tick = tick, asyncio.Event()
         now.set()
+
+
+async def bare_relay(engine_address: str) -> None:
+    """Pass Generate through and do nothing else."""
+    call = grpc.aio.insecure_channel(engine_address).unary_stream(GENERATE)
+
+    async def generate(raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        async for message in call(raw):
+            await context.write(message)
+
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    stream = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, stream),))
+    print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
+    await server.start()
+    await server.wait_for_termination()
 
 
 async def drive(address: str, load: Load, process: psutil.Process) -> Measured:
@@ -120,53 +138,61 @@ async def drive(address: str, load: Load, process: psutil.Process) -> Measured:
     return Measured(cpu_per_call=spent / load.calls * 1e6, seconds=seconds, first_ms=first)
 
 
-async def compare(direct: str, through: str, processes: Sequence[psutil.Process], rounds: int) -> None:
-    """Print one row per load."""
-    head = f"{'load':<14} {'calls/s':>8} {'direct':>8}  {'router us/call':>14} {'us/token':>9}"
-    print(f"{head}  first token p50 ms")
+async def compare(paths: dict[str, tuple[str, psutil.Process]], rounds: int) -> None:
+    """Print one row per load and path; ``paths`` has an address and the process to charge for each."""
+    print(
+        f"{'load':<14} {'path':<7} {'calls/s':>8} {'us/call':>8} {'us/token':>9} {'first token p50 ms':>19}"
+    )
     for load in LOADS:
-        both: dict[str, list[Measured]] = {"direct": [], "router": []}
+        measured: dict[str, list[Measured]] = {name: [] for name in paths}
         for _ in range(rounds):
-            both["direct"].append(await drive(direct, load, processes[0]))
-            both["router"].append(await drive(through, load, processes[1]))
-        cpu = statistics.median(m.cpu_per_call for m in both["router"])
-        rate = {key: load.calls / statistics.median(m.seconds for m in ms) for key, ms in both.items()}
-        p50 = {key: statistics.median(x for m in ms for x in m.first_ms) for key, ms in both.items()}
-        print(
-            f"{load.name:<14} {rate['router']:>8.0f} {rate['direct']:>8.0f}  {cpu:>14.0f} "
-            f"{cpu / load.tokens:>9.1f}  {p50['router']:.2f} (direct {p50['direct']:.2f})"
-        )
+            for name, (address, process) in paths.items():
+                measured[name].append(await drive(address, load, process))
+        for name, results in measured.items():
+            cpu = statistics.median(one.cpu_per_call for one in results)
+            rate = load.calls / statistics.median(one.seconds for one in results)
+            first = statistics.median(ms for one in results for ms in one.first_ms)
+            row = (
+                f"{load.name:<14} {name:<7} {rate:>8.0f} {cpu:>8.0f} {cpu / load.tokens:>9.1f} {first:>19.2f}"
+            )
+            print(row, flush=True)
 
 
 def start(*command: str) -> tuple[subprocess.Popen[str], str]:
-    """A process of ours and the last word of its first line: a port or an address."""
+    """A process of ours and the last word of its first line: its address."""
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]
 
 
 def main() -> None:
-    """Start both processes, measure, stop them."""
+    """Start the processes, measure, stop them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policy", default="least-load")
-    parser.add_argument("--serve-engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve_engine:
-        uvloop.run(engine())
+    if args.serve:
+        uvloop.run(engine() if args.serve[0] == "engine" else bare_relay(args.serve[1]))
         return
-    mock, port = start(__file__, "--serve-engine")
-    direct = f"127.0.0.1:{port}"
-    options = ("--engine", direct, "--model", MODEL, "--port", "0", "--policy", args.policy)
-    router, through = start("-m", "npufleet.cluster.router", *options)
+    processes: list[subprocess.Popen[str]] = []
+    paths: dict[str, tuple[str, psutil.Process]] = {}
     try:
+        for name, command in (
+            ("direct", (__file__, "--serve", "engine")),
+            ("bare", (__file__, "--serve", "relay", "{engine}")),
+            ("router", (*ROUTER, "{engine}", "--policy", args.policy)),
+        ):
+            engine_address = paths["direct"][0] if paths else ""
+            process, address = start(*(word.format(engine=engine_address) for word in command))
+            processes.append(process)
+            paths[name] = (address, psutil.Process(process.pid))
         time.sleep(1)  # the router's first health check
-        processes = [psutil.Process(mock.pid), psutil.Process(router.pid)]
-        uvloop.run(compare(direct, through, processes, args.rounds))
+        uvloop.run(compare(paths, args.rounds))
     finally:
-        for process in (router, mock):
+        for process in processes:
             process.terminate()
             process.wait()
 
