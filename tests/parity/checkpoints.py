@@ -1,0 +1,165 @@
+"""Tiny random checkpoints, one for each model feature that the attention backend and the layers must get right.
+
+A checkpoint is written when a test asks for it, from a fixed seed, in the format that both Hugging Face transformers
+and vLLM read. The weights are scaled so that attention, positions and norms all matter for the result, and so that
+the two largest logits of a greedy step are clearly apart: a token that differs is then an error, not rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 320
+MAX_LEN = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What makes one tiny model.
+
+    ``config`` holds transformers configuration keys besides the common ones. ``without`` are the same keys with the
+    feature under test switched off: the tests check that the answer then changes, so a backend that ignores the
+    feature cannot pass.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    without: Mapping[str, Any] | None = None
+    seed: int = 0
+
+    def full_config(self, *, feature: bool = True) -> dict[str, Any]:
+        """The configuration as keyword arguments of the transformers config class."""
+        common: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": MAX_LEN,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        common.update(self.config)
+        if not feature and self.without is not None:
+            common.update(self.without)
+        return common
+
+
+def _rope(**scaling: Any) -> dict[str, Any]:
+    return {"rope_theta": 10000.0, "rope_type": "default", **scaling}
+
+
+PLAIN = {"rope_parameters": _rope()}
+LLAMA3 = _rope(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN = _rope(rope_type="yarn", factor=8.0, original_max_position_embeddings=64)
+GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+CHECKPOINTS = (
+    Checkpoint(name="llama", model_type="llama", config=PLAIN),
+    Checkpoint(
+        name="llama-3-rope", model_type="llama", config={"rope_parameters": LLAMA3}, without=PLAIN, seed=5
+    ),
+    Checkpoint(name="llama-yarn", model_type="llama", config={"rope_parameters": YARN}, without=PLAIN),
+    Checkpoint(
+        name="llama-tp",
+        model_type="llama",
+        config={**PLAIN, "num_attention_heads": 8, "num_key_value_heads": 4},
+    ),
+    Checkpoint(name="qwen2", model_type="qwen2", config=PLAIN),
+    Checkpoint(name="qwen2-yarn", model_type="qwen2", config={"rope_parameters": YARN}, without=PLAIN),
+    Checkpoint(name="qwen3", model_type="qwen3", config=PLAIN, seed=3),
+    Checkpoint(
+        name="mistral",
+        model_type="mistral",
+        config={**PLAIN, "sliding_window": 24},
+        without={"sliding_window": None},
+    ),
+    Checkpoint(
+        name="gemma",
+        model_type="gemma",
+        config={
+            **PLAIN,
+            "num_key_value_heads": 1,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    Checkpoint(
+        name="gemma3",
+        model_type="gemma3_text",
+        config={
+            "num_hidden_layers": 4,
+            "layer_types": GEMMA3_LAYERS,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 32,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": _rope(rope_theta=100000.0, rope_type="linear", factor=4.0),
+                "sliding_attention": _rope(),
+            },
+        },
+        without={"layer_types": ["full_attention"] * 4},
+        seed=1,
+    ),
+)
+BY_NAME = {checkpoint.name: checkpoint for checkpoint in CHECKPOINTS}
+
+
+def build_model(checkpoint: Checkpoint, *, feature: bool = True) -> PreTrainedModel:
+    """The random model in fp32 on the CPU, eager attention, every parameter drawn from ``checkpoint.seed``."""
+    config = AutoConfig.for_model(checkpoint.model_type, **checkpoint.full_config(feature=feature))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    draw = torch.Generator().manual_seed(checkpoint.seed)
+    gemma = checkpoint.model_type.startswith("gemma")
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            weight.copy_(_draw(name, weight, draw, gemma=gemma))
+    return model.eval()
+
+
+def _draw(name: str, weight: torch.Tensor, draw: torch.Generator, *, gemma: bool) -> torch.Tensor:
+    noise = torch.randn(weight.shape, generator=draw)
+    if name == "model.norm.weight" and gemma:
+        # Gemma ties the output matrix to the embedding: small embeddings let the layers decide the next token (large
+        # ones would repeat the last token), and the last norm brings the logits back to a deviation of several units.
+        return noise * 10.0 + 120.0
+    if "norm" in name:  # around one; Gemma stores the weight as the distance from one
+        return noise * 0.2 + (0.0 if gemma else 1.0)
+    if name.endswith("bias"):
+        return noise * 0.5
+    if "embed_tokens" in name:
+        return noise * (0.005 if gemma else 0.5)
+    fan_in = weight.shape[-1]
+    gain = (
+        8.0 if "lm_head" in name else 1.6
+    )  # logits with a deviation near 8; attention neither flat nor one-hot
+    return noise * (gain / fan_in**0.5)
+
+
+def write(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Write the checkpoint as a Hugging Face folder (no tokenizer: the tests speak in token ids) and return it."""
+    path = folder / checkpoint.name
+    if not (path / "config.json").exists():
+        build_model(checkpoint).save_pretrained(path)
+        generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "do_sample": False}
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path

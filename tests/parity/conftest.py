@@ -1,0 +1,53 @@
+"""Fixtures of the parity tests: checkpoints and references are made once per session, engines once per module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from .checkpoints import BY_NAME, VOCAB, write
+from .reference import Greedy, greedy, load, prompts
+
+STEPS = 64
+BFLOAT16_ROWS = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
+
+
+@pytest.fixture(scope="session")
+def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a checkpoint to its folder."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return lambda name: write(BY_NAME[name], folder)
+
+
+@pytest.fixture(scope="session")
+def references(checkpoint_path: Callable[[str], Path]) -> Callable[[str], list[Greedy]]:
+    """Name of a checkpoint to greedy decoding of the standard prompts by transformers in fp32."""
+
+    @cache
+    def decode(name: str) -> list[Greedy]:
+        model = load(checkpoint_path(name))
+        return [greedy(model, prompt, STEPS) for prompt in prompts(VOCAB)]
+
+    return decode
+
+
+@pytest.fixture
+def bfloat16_table(request: pytest.FixtureRequest) -> list[tuple[str, float, float, float, float]]:
+    """Rows (checkpoint, our mean and largest error, those of transformers) that the summary of the run prints."""
+    return request.config.stash.setdefault(BFLOAT16_ROWS, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the bfloat16 errors at the end of a run that measured them."""
+    rows = config.stash.get(BFLOAT16_ROWS, [])
+    if not rows:
+        return
+    terminalreporter.section("bfloat16: error of token log probabilities against fp32")
+    terminalreporter.write_line(
+        f"{'checkpoint':<14}{'npu mean':>10}{'npu max':>10}{'hf mean':>10}{'hf max':>10}"
+    )
+    for name, *errors in rows:
+        terminalreporter.write_line(f"{name:<14}" + "".join(f"{error:>10.4f}" for error in errors))

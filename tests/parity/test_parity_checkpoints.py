@@ -1,0 +1,35 @@
+"""The checkpoints are worth testing with: greedy steps are decided clearly, and each feature changes the answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from .checkpoints import CHECKPOINTS, VOCAB, Checkpoint, build_model
+from .reference import greedy, prompts
+
+NAMES = [checkpoint.name for checkpoint in CHECKPOINTS]
+MARGIN = 2e-3  # in logits of deviation near 8: far above fp32 rounding (below 1e-4), so no token may differ
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_steps_are_decided_clearly(name, references):
+    for result in references(name):
+        assert result.margin > MARGIN
+        assert len(set(result.tokens)) > 8, "an answer that only repeats itself shows nothing"
+
+
+@pytest.mark.parametrize("checkpoint", [c for c in CHECKPOINTS if c.without], ids=lambda c: c.name)
+def test_the_feature_changes_the_answer(checkpoint: Checkpoint, references):
+    without = build_model(checkpoint, feature=False)
+    long_prompt = prompts(VOCAB)[-1]
+    assert greedy(without, long_prompt, 64, use_cache=True).tokens != references(checkpoint.name)[-1].tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_with_a_cache_agrees(name, references, checkpoint_path):
+    """The reference decodes without any cache; the one kind of parity test that cannot afford this uses a cache."""
+    from .reference import load
+
+    model = load(checkpoint_path(name))
+    for result in references(name)[:3]:
+        assert greedy(model, result.prompt, 16, use_cache=True).tokens == result.tokens[:16]
