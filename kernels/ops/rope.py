@@ -111,10 +111,11 @@ def _rotate_composed(
     mode = "half" if is_neox else "interleave"
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        heads = x.reshape(1, x.shape[0], -1, head_size)  # the op's layout BSND with one sequence
+        # the layout BSND of the operator, with one sequence
+        heads = x.reshape(1, x.shape[0], x.shape[1] // head_size, head_size)
         turned = torch_npu.npu_rotary_mul(heads[..., :rotary_dim].contiguous(), cos, sin, mode)
         if rotary_dim < head_size:
             turned = torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
-        return turned.view(x.shape)
+        return turned.reshape(x.shape)
 
     return rotate(query), None if key is None else rotate(key)

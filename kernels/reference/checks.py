@@ -36,7 +36,7 @@ def require_contiguous(op: str, **tensors: torch.Tensor) -> None:
 
 
 def refuse_arguments(op: str, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse arguments in ``given`` that differ from their default in ``defaults``, instead of ignoring them."""
+    """Refuse arguments in ``given`` that differ from their default: they would otherwise be ignored."""
     for name, value in given.items():
         if name not in defaults:
             continue

@@ -124,8 +124,8 @@ def npu_mrope(
         require(not any(section), op, f"mrope_section is {section} but positions has one dimension")
         cos, sin = cos_sin.view(tokens, 2, 1, rotary // 2).unbind(1)
     cos, sin = cos.float(), sin.float()
-    heads = query.shape[1] // head_size
-    both = torch.cat((query.view(tokens, heads, head_size), key.view(tokens, -1, head_size)), dim=1)
+    heads, key_heads = query.shape[1] // head_size, key.shape[1] // head_size
+    both = torch.cat((query.view(tokens, heads, head_size), key.view(tokens, key_heads, head_size)), dim=1)
     if rotary == head_size:
         both = _rotate(both, cos, sin, rotary_mode).to(query.dtype)
     else:

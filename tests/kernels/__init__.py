@@ -1,0 +1,1 @@
+"""Tests of the device operations and of their references."""

@@ -1,0 +1,155 @@
+"""Every operator call that ops makes, seen in the dispatcher and held against torch_npu's own Meta kernel."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import npufleet.kernels.ops
+import pytest
+import torch
+from npufleet.kernels.ops import activation, attention, kv_cache, norm, rope, sampling
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .paged import make_case
+
+NAMESPACES = ("npu", "atb")
+# torch_npu has no Meta kernel for these, so only their schema is checked here
+WITHOUT_META = {
+    "npu::npu_fused_infer_attention_score.out",
+    "npu::_npu_fused_infer_attention_score_get_max_workspace",
+}
+NOT_OPERATORS = {"_C._weak_ref_tensor"}
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps each call of a torch_npu operator with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in NAMESPACES:
+            self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
+    """One call of every public function of ops in every form that reaches another operator or argument."""
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+    x, residual, weight = rand(5, 64), rand(5, 64), rand(64)
+    yield lambda: norm.rms_norm(x, weight, 1e-5)
+    yield lambda: norm.add_rms_norm(x, residual, weight, 1e-5)
+    yield lambda: norm.gemma_rms_norm(x, weight, 1e-5)
+    yield lambda: norm.gemma_add_rms_norm(x, residual, weight, 1e-5)
+    yield lambda: activation.silu_and_mul(x)
+    yield lambda: activation.gelu_and_mul(x, "tanh")
+    positions, key = torch.arange(5, device=device), rand(5, 32)
+    for rotary, neox in ((32, True), (32, False), (16, True)):
+        cache = rand(9, rotary)
+        yield lambda cache=cache, rotary=rotary, neox=neox: rope.rotary_embedding(
+            positions, x, key, cache, 32, rotary, neox
+        )
+    three, cache = positions.expand(3, -1).contiguous(), rand(9, 32)
+    for section, interleaved in (([8, 4, 4], False), ([8, 4, 4], True), ([6, 6, 4], True)):
+        yield lambda section=section, interleaved=interleaved: rope.mrope(
+            three, x, key, cache, 32, 32, section, True, interleaved
+        )
+    pages, slots = rand(2, 16, 2, 32), torch.arange(5, dtype=torch.int32, device=device)
+    yield lambda: kv_cache.write_kv(rand(5, 2, 32), rand(5, 2, 32), pages, pages.clone(), slots)
+    case = make_case([(1, 20), (3, 9)], dtype=torch.bfloat16)
+    for window in (None, 5):
+        call = attention.PagedAttentionCall(
+            **dict(
+                zip(("query", "key_cache", "value_cache", "block_table"), case.tensors(device), strict=True)
+            ),
+            out=torch.empty_like(case.query, device=device),
+            scale=0.2,
+            sliding_window=window,
+        )
+        yield lambda call=call: call.launch(case.query_ends, case.kv_lens)
+        yield lambda call=call: call.get_workspace(case.query_ends, case.kv_lens)
+    packed = rand(5, 2, 16)
+    for causal in (True, False):
+        yield lambda causal=causal: attention.varlen_attention(
+            packed, packed, packed, [2, 5], [2, 5], causal=causal, scale=0.2
+        )
+    yield lambda: sampling.top_k_top_p(rand(5, 40), torch.rand(5, device=device), slots + 1)
+
+
+@pytest.fixture(scope="module")
+def calls(device) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
+    with Recorder() as recorder:
+        for sample in sample_calls(device):
+            sample()
+    return recorder.calls
+
+
+def called_in_source() -> set[str]:
+    """The operators that the source of ops calls: ``torch_npu.x``, ``torch_npu.x.out``, ``torch.ops.npu.x``."""
+    names = set()
+    for path in Path(npufleet.kernels.ops.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                parts = ast.unparse(node.func).split(".")
+                if parts[0] == "torch_npu":
+                    names.add(".".join(parts[1:]))
+                elif parts[:2] == ["torch", "ops"] and parts[2] in NAMESPACES:
+                    names.add(".".join(parts[3:]))
+    return names - NOT_OPERATORS
+
+
+def qualified(func: Any) -> str:
+    return func.name() if hasattr(func, "name") else str(func)
+
+
+def test_every_operator_in_the_source_is_called_by_the_samples(calls):
+    seen = {qualified(func).partition("::")[2] for func, *_ in calls}
+    assert called_in_source() and called_in_source() == seen
+
+
+def test_results_have_the_shape_and_dtype_of_the_meta_kernel(calls):
+    def to_meta(x: Any) -> Any:
+        return (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            if torch.is_tensor(x)
+            else x
+        )
+
+    without = set()
+    for func, args, kwargs, result in calls:
+        name = qualified(func)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+            without.add(name)
+            continue
+        expected = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+        real, wanted = tree_leaves(result), tree_leaves(expected)
+        assert len(real) == len(wanted), name
+        for got, want in zip(real, wanted, strict=True):
+            if want is None:
+                assert got is None
+                continue
+            assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+    assert without == WITHOUT_META
+
+
+def test_the_given_outputs_are_what_the_output_form_returns(calls):
+    """The form with given outputs has no Meta kernel: it must return the tensors that it was given."""
+    forms = [(kwargs, result) for func, _, kwargs, result in calls if qualified(func).endswith(".out")]
+    assert forms
+    for kwargs, result in forms:
+        assert [x.data_ptr() for x in result] == [x.data_ptr() for x in kwargs["out"]]
+
+
+def test_a_keyword_that_the_schema_lacks_is_refused(device):
+    """The calls above went through torch_npu's real schema; this is what a wrong one looks like."""
+    import torch_npu
+
+    with pytest.raises((RuntimeError, TypeError), match=r"epsilon2|unexpected"):
+        torch_npu.npu_rms_norm(torch.ones(1, 8, device=device), torch.ones(8, device=device), epsilon2=1e-5)
