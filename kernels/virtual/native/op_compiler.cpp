@@ -1,50 +1,66 @@
 // The old operator path (aclop): torch_npu describes an operation, then asks CANN to compile and run it.
-// Describing succeeds, running never does: there is no kernel here, and nothing may look computed.
+// Describing succeeds; running does for the few operations of op_kernels.h and fails for all others, so that
+// nothing may look computed.
 #include <acl/acl.h>
 #include <acl/acl_op_compiler.h>
 
+#include <utility>
+#include <vector>
+
+#include "op_kernels.h"
 #include "state.h"
 
 namespace {
 
-// Handles only have to be distinct from null; nothing reads through them.
-template <class T>
-T* token() {
-  return reinterpret_cast<T*>(new char);
-}
-template <class T>
-void drop(const T* handle) {
-  delete reinterpret_cast<const char*>(handle);
+std::vector<vnpu::OpTensor> tensors(int n, const aclTensorDesc* const descs[], const aclDataBuffer* const buffers[]) {
+  std::vector<vnpu::OpTensor> result;
+  for (int i = 0; i < n; ++i) {
+    const auto* buffer = reinterpret_cast<const vnpu::DataBuffer*>(buffers[i]);
+    if (descs[i] != nullptr && buffer != nullptr)
+      result.push_back({reinterpret_cast<const vnpu::TensorDesc*>(descs[i]), *buffer});
+  }
+  return result;
 }
 
-int no_kernel(const char* op) {
-  return vnpu_fail(VNPU_NOT_SUPPORTED,
-                   "virtual NPU: torch_npu asked CANN to run operation '%s', for which there is no kernel here", op);
+int run_op(const char* op, int n_inputs, const aclTensorDesc* const input_descs[], const aclDataBuffer* const inputs[],
+           int n_outputs, const aclTensorDesc* const output_descs[], const aclDataBuffer* const outputs[]) {
+  auto work = vnpu::find_op(op, tensors(n_inputs, input_descs, inputs), tensors(n_outputs, output_descs, outputs));
+  if (work == nullptr)
+    return vnpu_fail(VNPU_NOT_SUPPORTED,
+                     "virtual NPU: torch_npu asked CANN to run operation '%s', for which there is no kernel here", op);
+  work();
+  if (vnpu_capturing()) vnpu_record(std::move(work), op);
+  return ACL_SUCCESS;
 }
 
 }  // namespace
 
 extern "C" {
 
-aclTensorDesc* aclCreateTensorDesc(aclDataType, int, const int64_t*, aclFormat) { return token<aclTensorDesc>(); }
-void aclDestroyTensorDesc(const aclTensorDesc* desc) { drop(desc); }
-aclDataBuffer* aclCreateDataBuffer(void*, size_t) { return token<aclDataBuffer>(); }
+aclTensorDesc* aclCreateTensorDesc(aclDataType type, int n, const int64_t* dims, aclFormat) {
+  return reinterpret_cast<aclTensorDesc*>(new vnpu::TensorDesc{type, std::vector<int64_t>(dims, dims + n)});
+}
+void aclDestroyTensorDesc(const aclTensorDesc* desc) { delete reinterpret_cast<const vnpu::TensorDesc*>(desc); }
+aclDataBuffer* aclCreateDataBuffer(void* data, size_t bytes) {
+  return reinterpret_cast<aclDataBuffer*>(new vnpu::DataBuffer{data, bytes});
+}
 aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
-  drop(buffer);
+  delete reinterpret_cast<const vnpu::DataBuffer*>(buffer);
   return ACL_SUCCESS;
 }
-aclopAttr* aclopCreateAttr() { return token<aclopAttr>(); }
-void aclopDestroyAttr(const aclopAttr* attr) { drop(attr); }
+aclopAttr* aclopCreateAttr() { return reinterpret_cast<aclopAttr*>(new char); }  // attributes are not read
+void aclopDestroyAttr(const aclopAttr* attr) { delete reinterpret_cast<const char*>(attr); }
 
-aclError aclopCompileAndExecute(const char* op, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
-                                aclopCompileType, const char*, aclrtStream) {
-  return no_kernel(op);
+aclError aclopCompileAndExecute(const char* op, int n_inputs, const aclTensorDesc* const input_descs[],
+                                const aclDataBuffer* const inputs[], int n_outputs,
+                                const aclTensorDesc* const output_descs[], aclDataBuffer* const outputs[],
+                                const aclopAttr*, aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+  return run_op(op, n_inputs, input_descs, inputs, n_outputs, output_descs, outputs);
 }
-aclError aclopCompileAndExecuteV2(const char* op, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
-                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
-                                  aclrtStream) {
-  return no_kernel(op);
+aclError aclopCompileAndExecuteV2(const char* op, int n_inputs, aclTensorDesc* input_descs[], aclDataBuffer* inputs[],
+                                  int n_outputs, aclTensorDesc* output_descs[], aclDataBuffer* outputs[], aclopAttr*,
+                                  aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+  return run_op(op, n_inputs, input_descs, inputs, n_outputs, output_descs, outputs);
 }
 
 // Compile options are kept so that what was set can be read back.
