@@ -66,14 +66,18 @@ class Control:
         """The answer of one engine, passed on as it is; another one is asked if the first is lost."""
         members = self._one_of(call)[: self._settings.max_attempts]
         for last, member in zip([False] * (len(members) - 1) + [True], members, strict=True):
+            rpc = self._unary(member, method, raw, call)
             try:
-                answer = await self._unary(member, method, raw, call)
+                answer = await rpc
             except grpc.aio.AioRpcError as error:
                 member.outcome(error.code())
                 if last or error.code() not in LOST:
                     raise CallError.from_engine(error, member.engine_id) from error
             else:
-                call.context.set_trailing_metadata(((ENGINE_KEY, member.engine_id),))
+                if metadata := await rpc.initial_metadata():  # where an engine tells its features
+                    await call.context.send_initial_metadata(tuple(metadata))
+                trailing = (*(await rpc.trailing_metadata()), (ENGINE_KEY, member.engine_id))
+                call.context.set_trailing_metadata(trailing)
                 return answer
         raise AssertionError("the last attempt returns or raises")
 
@@ -215,11 +219,10 @@ class Control:
 
         return list(await asyncio.gather(*map(ask, members)))
 
-    async def _unary(self, member: Member, method: str, raw: bytes, call: Call) -> bytes:
+    def _unary(self, member: Member, method: str, raw: bytes, call: Call) -> Any:
         timeout = call.remaining(self._settings.control_timeout)
-        return await member.channel.unary_unary(path(method))(
-            raw, timeout=timeout, metadata=tuple(call.forwarded())
-        )
+        ask = member.channel.unary_unary(path(method))
+        return ask(raw, timeout=timeout, metadata=tuple(call.forwarded()))
 
     def _open(self, member: Member, method: str, raw: bytes, call: Call, seconds: float) -> Any:
         open_stream = member.channel.unary_stream(path(method))

@@ -120,24 +120,24 @@ class Relay:
         while True:
             lease = await self._pick(job, attempts)
             job.live.lease = lease
-            rpc = None
+            rpc, code = None, _CANCELLED  # so it stays where neither an answer nor a status ends the attempt
             try:
                 rpc = self._dispatch(job, lease)
                 first = await wait(rpc)
+                code = grpc.StatusCode.OK
             except grpc.aio.AioRpcError as error:
-                lease.release(error.code())
-                job.live.lease = None
+                code = error.code()
                 attempts += 1
-                failure = self._failed(error, lease)
+                job.live.lease = None
                 job.info = replace(job.info, excluded=job.info.excluded | {lease.endpoint.engine_id})
-                if not self._again(job, error.code(), attempts):
-                    raise failure from error
-            except BaseException:  # the client left, or a defect: either way the engine must not work on
-                if rpc is not None:
-                    rpc.cancel()
-                lease.release(_CANCELLED)
-                raise
-            else:
+                if not self._again(job, code, attempts):
+                    raise self._failed(error, lease) from error
+            finally:
+                if code is not grpc.StatusCode.OK:
+                    if rpc is not None:
+                        rpc.cancel()
+                    lease.release(code)
+            if code is grpc.StatusCode.OK:
                 lease.started()
                 self._budget.succeeded()
                 return _Opened(lease=lease, rpc=rpc, first=first)

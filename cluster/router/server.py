@@ -84,15 +84,15 @@ async def serve_router(
     """
     settings = settings or RouterSettings()
     chosen = load_policy(policy) if isinstance(policy, str) else policy
+    server = grpc.aio.server(
+        options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
+    )
+    bound = await _bind(server, host, port)  # first: nothing is left behind where it fails
     metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
     pool = EnginePool(source, settings, metrics)
     picker = Picker(pool, chosen)
     front = Front(picker, metrics, settings)
-    server = grpc.aio.server(
-        options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
-    )
     front.add_to(server)
-    bound = _bind(server, host, port)
     metrics.watch(pool)
     await pool.start()
     await server.start()
@@ -116,15 +116,13 @@ def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[
     ]
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+async def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
     address = f"{_bracketed(host)}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        return server.add_insecure_port(address)
     except RuntimeError as error:
+        await server.stop(None)
         raise OSError(f"the router cannot listen on {address}: {error}") from error
-    if not bound:
-        raise OSError(f"the router cannot listen on {address}")
-    return bound
 
 
 def _bracketed(host: str) -> str:

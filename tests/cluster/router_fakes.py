@@ -102,6 +102,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         return pb.GetModelInfoResponse(served_model_name=MODEL, model_path=self.name, vocab_size=50000)
 
     async def GetServerInfo(self, request, context):
+        await context.send_initial_metadata((("x-features", f"some of {self.name}"),))
         return pb.GetServerInfoResponse(server_type=self.name, data_parallel_size=1)
 
     async def GetLoads(self, request, context):
