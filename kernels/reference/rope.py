@@ -13,21 +13,21 @@ from .registry import reference
 MODES = ("half", "interleave")
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str) -> torch.Tensor:
-    """Turn x [..., heads, d] (any float dtype) by cos and sin [..., 1, d/2]; a new float32 tensor."""
-    xf = x.float()
+def _factors(cos: torch.Tensor, sin: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """For cos and sin [..., d/2] the factors [..., d] of an element and of its partner."""
     if mode == "half":
-        half = xf.shape[-1] // 2
-        a, b = xf[..., :half], xf[..., half:]
-        out = torch.empty_like(xf, memory_format=torch.contiguous_format)
-        left, right = out[..., :half], out[..., half:]
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin.neg(), sin), dim=-1)
+    return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((sin.neg(), sin), dim=-1).flatten(-2)
+
+
+def _rotate(x: torch.Tensor, own: torch.Tensor, partner: torch.Tensor, mode: str) -> torch.Tensor:
+    """Turn x [..., d] (any float dtype) by its factors; a new float32 tensor."""
+    wide = x.float()
+    if mode == "half":
+        swapped = wide.roll(x.shape[-1] // 2, -1)
     else:
-        a, b = xf[..., ::2], xf[..., 1::2]
-        out = torch.empty_like(xf, memory_format=torch.contiguous_format)
-        left, right = out[..., ::2], out[..., 1::2]
-    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=right).addcmul_(a, sin)
-    return out
+        swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (wide * own).addcmul_(swapped, partner)
 
 
 def _select_sections(values: torch.Tensor, section: list[int], cache_mode: str) -> torch.Tensor:
@@ -110,7 +110,7 @@ def npu_mrope(
     assert rotary_mode is not None and cache_mode is not None
     section = list(mrope_section) if mrope_section else [0, 0, 0]
     tokens, rotary = query.shape[0], cos_sin_cache.shape[1]
-    cos_sin = cos_sin_cache.index_select(0, positions.reshape(-1))
+    cos_sin = cos_sin_cache.index_select(0, positions.reshape(-1)).float()
     if positions.dim() == 2:
         require(
             len(section) == 3 and sum(section) == rotary // 2,
@@ -118,19 +118,22 @@ def npu_mrope(
             f"mrope_section is {section}, it must hold 3 numbers of sum {rotary // 2}",
         )
         halves = cos_sin.view(3, tokens, 2, rotary // 2)
-        cos = _select_sections(halves[:, :, 0], section, cache_mode).unsqueeze(1)
-        sin = _select_sections(halves[:, :, 1], section, cache_mode).unsqueeze(1)
+        cos = _select_sections(halves[:, :, 0], section, cache_mode)
+        sin = _select_sections(halves[:, :, 1], section, cache_mode)
     else:
         require(not any(section), op, f"mrope_section is {section} but positions has one dimension")
-        cos, sin = cos_sin.view(tokens, 2, 1, rotary // 2).unbind(1)
-    cos, sin = cos.float(), sin.float()
-    heads, key_heads = query.shape[1] // head_size, key.shape[1] // head_size
-    both = torch.cat((query.view(tokens, heads, head_size), key.view(tokens, key_heads, head_size)), dim=1)
-    if rotary == head_size:
-        both = _rotate(both, cos, sin, rotary_mode).to(query.dtype)
-    else:
-        both[..., :rotary] = _rotate(both[..., :rotary], cos, sin, rotary_mode)
-    return both[:, :heads].reshape(query.shape), both[:, heads:].reshape(key.shape)
+        cos, sin = cos_sin.view(tokens, 2, rotary // 2).unbind(1)
+    own, partner = (x.unsqueeze(1) for x in _factors(cos, sin, rotary_mode))
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(tokens, x.shape[1] // head_size, head_size)
+        if rotary == head_size:
+            return _rotate(heads, own, partner, rotary_mode).to(x.dtype).view(x.shape)
+        turned = heads.clone(memory_format=torch.contiguous_format)
+        turned[..., :rotary] = _rotate(heads[..., :rotary], own, partner, rotary_mode)
+        return turned.view(x.shape)
+
+    return turn(query), turn(key)
 
 
 @reference("npu::npu_rotary_mul")

@@ -92,7 +92,7 @@ def calls(device) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
 
 
 def called_in_source() -> set[str]:
-    """The operators that the source of ops calls: ``torch_npu.x``, ``torch_npu.x.out``, ``torch.ops.npu.x``."""
+    """The operators that ops calls: ``torch_npu.x``, ``torch_npu.x.out``, ``torch.ops.npu.x``."""
     names = set()
     for path in Path(npufleet.kernels.ops.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
