@@ -124,8 +124,18 @@ class _Build:
         self.link(self.out / KERNELS, kernels, [*origin, *torch_flags], soname=KERNELS)
 
     def compile(self, path: Path, flags: list[str]) -> Path:
-        target = self.work / f"{path.stem}.o"
-        self._call([*_FLAGS, *flags, "-c", str(path), "-o", str(target)])
+        """The object of one source; taken from the cache when it, the headers and the flags are as before."""
+        digest = hashlib.sha256(repr((installed(), _FLAGS, flags, path.name)).encode() + path.read_bytes())
+        for header in sorted(NATIVE.glob("*.h")):
+            if path.name.startswith("hccl") or not header.name.startswith("hccl"):
+                digest.update(header.read_bytes())
+        cache = self.work.parent / "objects"
+        cache.mkdir(exist_ok=True)
+        target = cache / f"{path.stem}-{digest.hexdigest()[:24]}.o"
+        if not target.is_file():
+            fresh = self.work / f"{path.stem}.o"
+            self._call([*_FLAGS, *flags, "-c", str(path), "-o", str(fresh)])
+            os.replace(fresh, target)
         return target
 
     def link(self, target: Path, objects: list[Path], flags: list[str] | None = None, soname: str | None = None) -> None:

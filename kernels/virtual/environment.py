@@ -15,7 +15,7 @@ from .build import BuildError, build, installed, key
 
 MODULE = "npufleet_virtual_npu_boot.py"
 PTH = "npufleet_virtual_npu.pth"
-_TEMPLATE = Path(__file__).with_name("boot_template.py.txt")
+_TEMPLATE = Path(__file__).with_name("boot_file.py")
 
 
 class RealCannError(RuntimeError):
@@ -67,7 +67,10 @@ def enable(*, force: bool = False, say: Callable[[str], None] = print) -> None:
     folder = build(say)
     versions = installed()
     values = {"BUILD": str(folder), "TORCH": versions.torch, "TORCH_NPU": versions.torch_npu}
-    text = re.sub(r"@([A-Z_]+)@", lambda match: repr(values[match[1]]), _TEMPLATE.read_text())
+    text = _TEMPLATE.read_text()
+    for name, value in values.items():
+        assert f'\n{name} = ""\n' in text, name
+        text = text.replace(f'\n{name} = ""\n', f"\n{name} = {value!r}\n")
     site = site_packages()
     _replace(site / MODULE, text)
     _replace(site / PTH, "import npufleet_virtual_npu_boot; npufleet_virtual_npu_boot.install()\n")

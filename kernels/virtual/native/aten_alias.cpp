@@ -1,11 +1,13 @@
 // CPU tensors over npu memory, and npu tensors over memory that CPU kernels made.
-#include <ATen/ATen.h>
+#include <ATen/core/TensorBody.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "aten_call.h"
 #include "torch_npu/csrc/core/NPUStorageImpl.h"
 #include "vnpu.h"
+
+extern "C" int vnpu_is_capture_memory(const void* memory);
 
 namespace vnpu {
 
@@ -48,6 +50,8 @@ c10::Storage cpu_storage(const c10::Storage& npu, bool owns) {
                                                c10::GetCPUAllocator(), /*resizable=*/true);
 }
 
+bool in_graph_pool(const c10::Storage& npu) { return vnpu_is_capture_memory(npu.data()) != 0; }
+
 at::Tensor cpu_alias(const at::Tensor& npu, const c10::Storage& storage) {
   return tensor_over(storage, npu, c10::DispatchKeySet(c10::DispatchKey::CPU));
 }
@@ -60,7 +64,6 @@ at::Tensor Aliases::to_cpu(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.device().type() != kNpu) {
     cpu_inputs_.push_back(tensor.unsafeGetTensorImpl());
-    saw_cpu_data_ |= tensor.dim() > 0;
     return tensor;
   }
   for (const Alias& alias : list_)
@@ -71,7 +74,7 @@ at::Tensor Aliases::to_cpu(const at::Tensor& tensor) {
   for (const auto& [cpu, npu] : storages_)
     if (npu.unsafeGetStorageImpl() == original.unsafeGetStorageImpl()) storage = &cpu;
   if (storage == nullptr) {
-    storages_.emplace_back(cpu_storage(original, true), original);
+    storages_.emplace_back(cpu_storage(original, !for_graph || !in_graph_pool(original)), original);
     storage = &storages_.back().first;
   }
   list_.push_back({tensor, cpu_alias(tensor, *storage)});
@@ -111,7 +114,7 @@ void Aliases::replace_inputs(const OpInfo& info, Stack& stack) {
     IValue& value = stack[i];
     if (value.isTensor() || value.isList() || value.isDevice()) value = to_cpu(value);
   }
-  if (info.generator >= 0) {
+  if (info.generator >= 0 && !for_graph) {
     IValue& value = stack[first + static_cast<size_t>(info.generator)];
     const at::Generator given = value.isNone() ? at::Generator() : value.toGenerator();
     if (!given.defined() || given.device().type() == kNpu) value = cpu_generator(given, device());
@@ -138,7 +141,6 @@ c10::Storage Aliases::npu_storage(const at::Tensor& result) {
   describe(storage.get(), result);
   c10::Storage wrapped(std::move(storage));
   storages_.emplace_back(cpu, wrapped);
-  if (fresh != nullptr) fresh->push_back(wrapped);
   return wrapped;
 }
 

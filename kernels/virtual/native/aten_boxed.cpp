@@ -26,14 +26,14 @@ class NoTorchFunction {
   at::impl::TorchFunctionDisabledState before_;
 };
 
+}  // namespace
+
 bool leaves_device(const OpInfo& info, const Stack& stack) {
   if (info.waits) return true;
   if (!info.copy) return false;
   const IValue& to = stack[stack.size() - info.inputs];
   return to.isTensor() && to.toTensor().device().is_cpu();  // copy_ into a CPU tensor
 }
-
-}  // namespace
 
 void run_cpu(const OpInfo& info, Stack& stack) {
   constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);

@@ -50,10 +50,9 @@ class Aliases {
   void write_back();
 
   bool results_stay_on_cpu() const { return explicit_cpu_; }
-  bool host_to_device() const { return saw_cpu_data_ && !list_.empty(); }
   c10::DeviceIndex device() const;
-  // During a capture, storages made by the call are listed here (graphs do not keep them alive).
-  c10::SmallVector<c10::Storage, 4>* fresh = nullptr;
+  // A graph does not keep alive what lies in its own memory pool, so that the pool can reuse it.
+  bool for_graph = false;
 
  private:
   IValue to_cpu(const IValue& value);
@@ -67,12 +66,13 @@ class Aliases {
   c10::SmallVector<c10::TensorImpl*, 4> cpu_inputs_;
   c10::DeviceIndex device_ = -1;
   bool explicit_cpu_ = false;
-  bool saw_cpu_data_ = false;
 };
 
 // A CPU tensor over the memory of an npu tensor. `owns` keeps that memory alive.
 at::Tensor cpu_alias(const at::Tensor& npu, const c10::Storage& storage);
 c10::Storage cpu_storage(const c10::Storage& npu, bool owns);
+// True when the memory belongs to the private pool of a graph.
+bool in_graph_pool(const c10::Storage& npu);
 
 // While one lives, CPU kernels of this thread take memory from torch_npu's caching allocator.
 class DeviceMemory {
@@ -95,6 +95,8 @@ at::Generator cpu_generator(const at::Generator& npu, c10::DeviceIndex device);
 void run_cpu(const OpInfo& info, Stack& stack);
 // The whole call, outside captures.
 void run(const OpInfo& info, Stack& stack);
+// Whether this call makes the host wait for the device.
+bool leaves_device(const OpInfo& info, const Stack& stack);
 // The call while a graph is captured or a task group is updated.
 void run_recorded(const OpInfo& info, Stack& stack);
 // Null mode: gives results of the right shape without computing; false when the op must run all the same.

@@ -13,7 +13,8 @@ namespace {
 
 struct Block {
   size_t bytes;
-  int device;  // -1: pinned host memory
+  int device;          // -1: pinned host memory
+  bool capture = false;  // allocated inside a graph capture, so it belongs to a graph's private pool
 };
 
 std::mutex mutex;
@@ -44,7 +45,7 @@ int allocate(void** ptr, size_t bytes) {
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
     return vnpu_fail(VNPU_OUT_OF_MEMORY, "virtual NPU: the host has no %zu bytes left", bytes);
-  blocks[reinterpret_cast<uintptr_t>(memory)] = {bytes, device};
+  blocks[reinterpret_cast<uintptr_t>(memory)] = {bytes, device, vnpu_capturing()};
   used[device] += bytes;
   *ptr = memory;
   return ACL_SUCCESS;
@@ -70,6 +71,14 @@ int copy(void* dst, size_t dst_bytes, const void* src, size_t bytes, aclrtMemcpy
 extern "C" {
 
 int vnpu_is_device_memory(const void* ptr) { return is_device(ptr) ? 1 : 0; }
+
+// True for memory of a graph's private pool: its content means nothing outside the graph, and it stays
+// allocated for as long as the graph can be replayed.
+int vnpu_is_capture_memory(const void* ptr) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Block* block = find_block(ptr);
+  return block != nullptr && block->capture ? 1 : 0;
+}
 
 // Zeroes memory of a device without committing it: whole pages are given back to the kernel, which hands
 // out zero pages on the next touch. This lets a KV cache be larger than the host's memory until it is used.

@@ -85,6 +85,9 @@ void vnpu_record(std::function<void()> replay, const char* name) {
 
 extern "C" {
 
+int vnpu_updating() { return updating != nullptr ? 1 : 0; }
+int vnpu_refuse(const char* what) { return vnpu::refuse_in_capture(what); }
+
 aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode) {
   vnpu::Stream* stream = vnpu::stream_of(handle);
   if (open_graph != nullptr || stream->capture != nullptr)
