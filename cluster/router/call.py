@@ -16,6 +16,7 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 _log = logging.getLogger(__name__)
 _OF_THIS_HOP = frozenset({"user-agent", "te", "content-type"})  # a connection's own, not the request's
+_TRACES = frozenset({"grpc-trace-bin", "grpc-tags-bin"})  # of the grpc-* keys, the request's own
 
 
 class CallError(Exception):
@@ -71,7 +72,11 @@ class Call:
 
     def forwarded(self) -> Metadata:
         """The metadata that goes on to the engine."""
-        return [(k, v) for k, v in self.metadata if k not in _OF_THIS_HOP and not k.startswith("grpc-acc")]
+        return [
+            (key, value)
+            for key, value in self.metadata
+            if key not in _OF_THIS_HOP and (key in _TRACES or not key.startswith("grpc-"))
+        ]
 
     def remaining(self, default: float) -> float:
         """Seconds that the client still waits, at most ``default`` where it set no deadline."""

@@ -82,7 +82,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
                     return
                 chunk = pb.GenerateStreamChunk(token_ids=[(base + i) % 50000], completion_tokens=i + 1)
                 yield pb.GenerateResponse(chunk=chunk)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # grpc.aio ends a handler in either way
             self.cancelled.append(request.request_id)
             raise
         done = pb.GenerateComplete(finish_reason="length", completion_tokens=count)

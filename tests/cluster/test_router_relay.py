@@ -198,6 +198,7 @@ async def test_no_ready_engine_says_so_and_when_to_retry():
         assert error.code() is Code.UNAVAILABLE
         assert "1 connecting" in error.details() and "try again in 1 s" in error.details()
         assert dict(error.trailing_metadata())["retry-after"] == "1"
+        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
         engine.healthy = True
         await until(lambda: f.router.picker.models() == {MODEL: 1})
         assert await tokens_of(f.stub.Generate(generate_request(1))) == [6]
