@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from .config import DEVICES
+from .targets import DEMO_QUESTION
 
 _EPILOG = """\
 examples:
@@ -73,7 +74,11 @@ def _serve_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "--address", help="an existing Ray cluster ('auto' or HOST:PORT) instead of an own one"
     )
     serve.add_argument(
-        "--ask", metavar="QUESTION", help="ask this once the fleet is up, and print the answer"
+        "--ask",
+        nargs="?",
+        const=DEMO_QUESTION,
+        metavar="QUESTION",
+        help="ask this once the fleet is up, and print the answer (default: %(const)s)",
     )
     serve.add_argument("--expect", metavar="TEXT", help="the answer must contain this")
     serve.add_argument(

@@ -23,8 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model deployment: the name clients ask for, where the checkpoint lies, how many engines serve it.
-    """
+    """One model deployment: the name clients ask for, the checkpoint, how many engines serve it."""
 
     name: str
     source: str

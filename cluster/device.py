@@ -53,20 +53,20 @@ def virtual_npu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def virtual_enabled() -> bool:
-    """Say whether the virtual NPU is enabled in this Python environment.
+    """Say whether the virtual NPU is enabled in this Python environment."""
+    return _virtual_status().get("virtual NPU", "").split()[:1] == ["enabled"]
 
-    Raises:
-        ValueError: if it is, but was built for other versions of torch or torch-npu than are installed now.
-    """
+
+def virtual_stale() -> str:
+    """Return why the enabled virtual NPU should be built anew, empty if it is up to date."""
+    return _virtual_status().get("stale", "").strip()
+
+
+def _virtual_status() -> dict[str, str]:
     if importlib.util.find_spec("npufleet.kernels") is None:
-        return False
+        return {}
     said = virtual_npu("status").stdout
-    lines = dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
-    if "stale" in lines:
-        raise ValueError(
-            f"the virtual NPU is stale: {lines['stale'].strip()}; run: npufleet virtual-npu enable"
-        )
-    return lines.get("virtual NPU", "").split()[:1] == ["enabled"]
+    return dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
 
 
 def detect(wanted: str | None = None) -> Device:

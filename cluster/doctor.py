@@ -106,6 +106,9 @@ def devices() -> Finding:
     except ValueError as error:
         problem, _, remedy = str(error).partition("; ")
         return Finding(name="device", level=Level.FAIL, text=problem, remedy=remedy)
+    stale = device.virtual_stale() if found.kind == "virtual" else ""
+    if stale:
+        return Finding(name="device", level=Level.WARN, text=f"{found}; {stale}", remedy="")
     return Finding(name="device", level=Level.OK, text=str(found))
 
 

@@ -21,6 +21,7 @@ from .placement.ray_state import RESOURCE, TYPE_LABEL
 
 OBJECT_STORE_BYTES = 100 << 20  # no tokens or weights travel through Ray
 _END_S = 10.0
+_PREFIX = "npufleet-"
 
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "this machine only": every port on loopback
@@ -55,12 +56,23 @@ class LocalRay:
             process.kill()
         psutil.wait_procs(alive, timeout=_END_S)
         if not keep_logs:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
         return stubborn
 
 
-def start(device: Device) -> LocalRay:
-    """Start Ray on this machine with the NPUs of ``device`` and connect to it.
+def make_folder() -> Path:
+    """Return a new folder for a cluster. Its path is short: Ray's sockets lie in it, named in 107 bytes."""
+    return Path(tempfile.mkdtemp(prefix=_PREFIX))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that :func:`make_folder` made, and no other."""
+    if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith(_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(device: Device, folder: Path) -> LocalRay:
+    """Start Ray on this machine with the NPUs of ``device``, its files in ``folder``, and connect to it.
 
     Raises:
         RuntimeError: if Ray does not start.
@@ -72,8 +84,6 @@ def start(device: Device) -> LocalRay:
     # Ray looks for the chip's name through CANN and logs a traceback where there is none; the label below
     # says it.
     logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
-    # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="npufleet-"))
     ray.init(
         address="local",
         resources={RESOURCE: float(device.count)},

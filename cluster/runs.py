@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from . import env
+from . import env, local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class Run:
     gateway: str  # URL
     router: str  # host:port
     controller: str  # URL
+    folder: str = ""  # of its own Ray cluster
 
     def alive(self) -> bool:
         """Say whether the process that wrote this still runs."""
@@ -57,13 +58,14 @@ def record(run: Run) -> Path:
 
 
 def all_running() -> list[Run]:
-    """Return the fleets whose process still runs, and remove the files of those whose process is gone."""
+    """Return the fleets whose process still runs, and remove what those left behind that were killed."""
     found = []
     for path, run in _read():
         if run.alive():
             found.append(run)
         else:
             path.unlink(missing_ok=True)
+            local.remove_folder(Path(run.folder))
     return found
 
 

@@ -161,18 +161,19 @@ class _Fleet:
         """Bring everything up, and return when every model can answer."""
         say = self.console.say
         config = self.config
-        self.record = runs.record(_run(config))
+        folder = None if address else local.make_folder()
+        self.record = runs.record(_run(config, folder))
         models = ", ".join(f"{m.name} ({m.engines} x {m.tensor_parallel_size} NPU)" for m in config.models)
         say(f"fleet {config.name}: {models}")
         if address:
             _connect(address)
             say(f"connected to the Ray cluster at {address}; device: {config.device}")
         else:
-            assert target.device is not None
+            assert target.device is not None and folder is not None
             say(f"device: {target.device}")
             if config.npus > target.device.count:
                 raise StartFailed(f"{config.npus} NPUs are asked for, {target.device} are here")
-            self.ray = local.start(target.device)
+            self.ray = local.start(target.device, folder)
             say(f"Ray is up; logs in {self.ray.logs}")
         self.connected = True
         self.stop.check()
@@ -248,7 +249,7 @@ def _connect(address: str) -> None:
         raise StartFailed(f"no Ray cluster at {address!r}: {error}") from error
 
 
-def _run(config: FleetConfig) -> runs.Run:
+def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
     metrics = config.metrics
     host = "127.0.0.1" if metrics.host in ("0.0.0.0", "::") else metrics.host
     return runs.Run(
@@ -258,6 +259,7 @@ def _run(config: FleetConfig) -> runs.Run:
         gateway=gateway_url(config),
         router=f"{config.router.host}:{config.router.port}",
         controller=f"http://{host}:{metrics.port}",
+        folder=str(folder or ""),
     )
 
 

@@ -55,12 +55,12 @@ def resolve(args: argparse.Namespace, say: Callable[[str], None]) -> Target:
         local = device.detect(made.device if _says_device(args) else None)
         made = replace(made, device=local.kind)
     made = _sized(config.with_overrides(made, overrides(args)))
-    demo = args.target == DEMO
+    question = args.ask or (DEMO_QUESTION if args.once else None)
     return Target(
         config=made,
         device=local,
-        question=args.ask or (DEMO_QUESTION if demo else None),
-        expect=args.expect or (DEMO_ANSWER if demo and not args.ask else None),
+        question=question,
+        expect=args.expect or (DEMO_ANSWER if question == DEMO_QUESTION else None),
     )
 
 

@@ -50,8 +50,7 @@ def engine_target(endpoint: EngineEndpoint, fleet: str) -> dict[str, Any]:
 def targets(
     fleet: str, endpoints: Iterable[EngineEndpoint], services: Iterable[tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """Return all target groups: ``services`` as (component, metrics URL), then every engine that has a URL.
-    """
+    """Return all target groups: ``services`` as (component, metrics URL), then every engine with a URL."""
     groups = [target(url, fleet, component) for component, url in services]
     groups += [engine_target(endpoint, fleet) for endpoint in endpoints if endpoint.metrics_url]
     return groups

@@ -1,5 +1,4 @@
-"""Reservations: NPUs that were promised to an engine and are not yet visible in Ray as its placement group.
-"""
+"""Reservations: NPUs promised to an engine and not yet visible in Ray as its placement group."""
 
 from __future__ import annotations
 
