@@ -90,7 +90,11 @@ def test_overrides_reach_every_level() -> None:
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("router.polcy", "'policy'"), ("engine.max_modl_len", "'max_model_len'"), ("gatewy.port", "'gateway.port'")],
+    [
+        ("router.polcy", "'policy'"),
+        ("engine.max_modl_len", "'max_model_len'"),
+        ("gatewy.port", "'gateway.port'"),
+    ],
 )
 def test_unknown_override_names_the_nearest(key: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {near}"):

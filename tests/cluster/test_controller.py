@@ -23,7 +23,9 @@ from npufleet.cluster.endpoints import EngineEndpoint, EngineState, Snapshot
 
 
 def endpoint(engine: str = "a", state: EngineState = EngineState.READY, model: str = "m") -> EngineEndpoint:
-    return EngineEndpoint(engine_id=engine, model=model, address="h:1", metrics_url="http://h:2/metrics", state=state)
+    return EngineEndpoint(
+        engine_id=engine, model=model, address="h:1", metrics_url="http://h:2/metrics", state=state
+    )
 
 
 def test_versions_grow_only_with_changes() -> None:

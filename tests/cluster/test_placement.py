@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from npufleet.cluster.placement import ray_state
 from npufleet.cluster.placement.ledger import PROMISE_S, Ledger
-from npufleet.cluster.placement.plan import NoRoom, Node, Request, Topology, plan
+from npufleet.cluster.placement.plan import Node, NoRoom, Request, Topology, plan
 
 
 def topology(*npus: int) -> Topology:
@@ -38,7 +38,9 @@ def test_equal_nodes_are_taken_in_order() -> None:
         ((4, 4), {"n0": 1, "n1": 2}, 3, "free are: n0 1 of 4, n1 2 of 4", False),
     ],
 )
-def test_refusals_name_what_is_missing(npus: tuple[int, ...], free: dict[str, int], size: int, said: str, never: bool) -> None:
+def test_refusals_name_what_is_missing(
+    npus: tuple[int, ...], free: dict[str, int], size: int, said: str, never: bool
+) -> None:
     with pytest.raises(NoRoom) as error:
         plan(topology(*npus), free, request(size))
     assert said in str(error.value)
@@ -72,7 +74,9 @@ def test_promises_end_when_placed_released_or_lapsed() -> None:
         ledger.reserve(fleet, {}, frozenset(), request(1, "b"), now=1.0)
     with pytest.raises(NoRoom):  # placed: the promise is gone, the NPU is held
         ledger.reserve(fleet, {"n0": 1}, frozenset({"a"}), request(1, "b"), now=1.0)
-    ledger.reserve(fleet, {}, frozenset(), request(1, "b"), now=1.0)  # and free again once its group is removed
+    ledger.reserve(
+        fleet, {}, frozenset(), request(1, "b"), now=1.0
+    )  # and free again once its group is removed
     ledger.release("b")
     ledger.reserve(fleet, {}, frozenset(), request(1, "c"), now=2.0)
     ledger.reserve(fleet, {}, frozenset(), request(1, "d"), now=2.0 + PROMISE_S)
@@ -86,7 +90,12 @@ def test_an_engine_that_asks_again_replaces_its_promise() -> None:
 
 def test_rays_answers() -> None:
     nodes = [
-        {"NodeID": "b", "Alive": True, "Resources": {"NPU": 4.0, "CPU": 2.0}, "NodeManagerAddress": "10.0.0.2"},
+        {
+            "NodeID": "b",
+            "Alive": True,
+            "Resources": {"NPU": 4.0, "CPU": 2.0},
+            "NodeManagerAddress": "10.0.0.2",
+        },
         {"NodeID": "a", "Alive": True, "Resources": {}, "Labels": {"zone": "1"}},
         {"NodeID": "c", "Alive": False, "Resources": {"NPU": 8.0}},
     ]
@@ -94,7 +103,11 @@ def test_rays_answers() -> None:
     assert [(node.node_id, node.npus) for node in found.nodes] == [("a", 0), ("b", 4)]
     assert found.npus == 4
     groups = {
-        "1": {"state": "CREATED", "bundles": {0: {"NPU": 1.0}, 1: {"NPU": 1.0}}, "bundles_to_node_id": {0: "b", 1: "b"}},
+        "1": {
+            "state": "CREATED",
+            "bundles": {0: {"NPU": 1.0}, 1: {"NPU": 1.0}},
+            "bundles_to_node_id": {0: "b", 1: "b"},
+        },
         "2": {"state": "REMOVED", "bundles": {0: {"NPU": 1.0}}, "bundles_to_node_id": {0: "b"}},
         "3": {"state": "PENDING", "bundles": {0: {"NPU": 1.0}}, "bundles_to_node_id": {0: ""}},
         "4": {"state": "CREATED", "bundles": {0: {"CPU": 1.0}}, "bundles_to_node_id": {0: "a"}},

@@ -1,0 +1,231 @@
+"""The command line: parsing, targets, running fleets, status text. Nothing here starts a fleet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from npufleet.cluster import cli, demo_model, device, local, runs, serve, status, targets
+from npufleet.cluster.device import Device
+
+
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("NPUFLEET_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        device, "detect", lambda wanted=None: Device(kind="virtual", count=8, chip="Ascend910B3")
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "Tiny-Model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def resolve(*arguments: str) -> targets.Target:
+    return targets.resolve(cli.parser().parse_args(["serve", *arguments]), lambda text: None)
+
+
+def test_help_and_parsing_load_nothing_heavy() -> None:
+    code = (
+        "import sys; from npufleet.cluster import cli; cli.parser().format_help();"
+        "print([m for m in ('torch', 'vllm', 'ray', 'grpc', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert out.stdout.strip() == "[]"
+
+
+def test_a_checkpoint_folder_becomes_a_fleet(virtual: None, checkpoint: Path) -> None:
+    made = resolve(str(checkpoint), "--replicas", "2", "--tensor-parallel", "4", "--port", "0").config
+    assert made.models[0].name == "Tiny-Model"
+    assert made.models[0].source == str(checkpoint)
+    assert (made.models[0].engines, made.models[0].tensor_parallel_size, made.npus) == (2, 4, 8)
+    assert (made.device, made.gateway.port, made.gateway.host) == ("virtual", 0, "127.0.0.1")
+
+
+def test_the_cache_is_bounded_on_virtual_npus_only(
+    virtual: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {"kv_cache_memory_bytes": targets.VIRTUAL_CACHE_BYTES}
+    assert resolve(str(checkpoint)).config.models[0].engine == size
+    given = resolve(str(checkpoint), "--set", "engine.gpu_memory_utilization=0.5").config.models[0].engine
+    assert given == {"gpu_memory_utilization": 0.5}
+    monkeypatch.setattr(device, "detect", lambda wanted=None: Device(kind="npu", count=8))
+    assert resolve(str(checkpoint)).config.models[0].engine == {}
+
+
+def test_a_configuration_file_with_overrides(virtual: None, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("device: virtual\nmodels: [{name: m, source: /m}]\nrouter: {port: 7}\n")
+    made = resolve(str(file), "--set", "router.policy=round-robin", "--host", "0.0.0.0", "--name", "x").config
+    assert (made.name, made.router.policy, made.router.port) == ("x", "round-robin", 7)
+    assert {made.router.host, made.gateway.host, made.metrics.host} == {"0.0.0.0"}
+
+
+def test_the_demo_is_two_engines_and_knows_its_answer(virtual: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_model, "ensure", lambda progress: Path("/models/demo"))
+    made = resolve("demo", "--once")
+    assert made.config.models[0].engines == 2
+    assert (made.question, made.expect) == (targets.DEMO_QUESTION, "Paris")
+    assert resolve("demo").question is None
+    assert resolve("demo", "--ask").expect == "Paris"
+    assert resolve("demo", "--ask", "Who?").expect is None
+    assert resolve("demo", "--ask", "Who?", "--expect", "me").expect == "me"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing-here"], "is neither 'demo', nor a .yaml FleetConfig, nor a folder"),
+        (["absent.yaml"], "no such configuration file"),
+        (["DIR", "--set", "max_model_len"], "expected KEY=VALUE"),
+        (["DIR", "--set", "engine.max_modl_len=3"], "did you mean 'max_model_len'"),
+        (["DIR", "--set", "name=["], "is not a YAML value"),
+        (["DIR", "--policy", "best"], "got 'best'"),
+        (["DIR", "--replicas", "0"], "expected an integer from 1"),
+    ],
+)
+def test_wrong_use_is_said_in_one_line(
+    virtual: None, checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    given = [str(checkpoint) if argument == "DIR" else argument for argument in arguments]
+    assert cli.main(["serve", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_engine_larger_than_the_machine_is_refused_before_ray(
+    virtual: None, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "start", lambda *given: pytest.fail("Ray must not start"))
+    ports = ("--port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert cli.main(["serve", str(checkpoint), "--replicas", "3", "--tensor-parallel", "4", *ports]) == 1
+    assert "12 NPUs are asked for, 8 virtual NPUs Ascend910B3 are here" in capsys.readouterr().err
+    assert runs.all_running() == []
+
+
+def run_of(pid: int, folder: Path | None = None, name: str = "f") -> runs.Run:
+    return runs.Run(
+        name=name,
+        pid=pid,
+        started=psutil.Process(pid).create_time(),
+        gateway="http://g",
+        router="r:1",
+        controller="http://c",
+        folder=str(folder or ""),
+    )
+
+
+def test_running_fleets_are_found_by_name(own_home: Path) -> None:
+    with pytest.raises(ValueError, match="no fleet runs"):
+        runs.find(None)
+    runs.record(run_of(os.getpid()))
+    assert runs.find(None).name == runs.find("f").name == "f"
+    with pytest.raises(ValueError, match="no fleet named 'g'"):
+        runs.find("g")
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        with pytest.raises(ValueError, match="already runs here"):
+            runs.record(run_of(child.pid))
+        runs.record(run_of(child.pid, name="g"))
+        with pytest.raises(ValueError, match="say which with --name: "):
+            runs.find(None)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_what_a_killed_fleet_left_is_removed(own_home: Path, tmp_path: Path) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    folder = local.make_folder()
+    path = runs.record(run_of(child.pid, folder))
+    child.kill()
+    child.wait()
+    (own_home / "run" / "broken.json").write_text("{")
+    assert runs.all_running() == []
+    assert not path.exists()
+    assert not folder.exists()
+    assert list((own_home / "run").iterdir()) == []
+
+
+def test_only_our_own_folders_are_removed(tmp_path: Path) -> None:
+    local.remove_folder(tmp_path)
+    local.remove_folder(Path(""))
+    assert tmp_path.exists()
+
+
+def test_stop_ends_the_process_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    runs.record(run_of(child.pid))
+    assert cli.main(["stop"]) == 0
+    assert "fleet f has stopped" in capsys.readouterr().out
+    assert child.wait(timeout=10) != 0
+
+
+def test_status_without_a_fleet_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 2
+    assert "no fleet runs on this machine" in capsys.readouterr().err
+    assert cli.main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "the controller does not answer" in capsys.readouterr().err
+
+
+def test_version_names_the_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert {"npufleet", "vllm", "torch", "torch-npu", "ray"} <= lines.keys()
+
+
+def answer_of_the_controller() -> dict[str, Any]:
+    return {
+        "fleet": "f",
+        "device": "virtual",
+        "npus": {"total": 8, "reserved": 1},
+        "models": [{"name": "m", "wanted": 2, "ready": 1}],
+        "engines": [{"engine_id": "m-1", "state": "ready", "address": "h:1", "device": "virtual npu X"}],
+        "progress": [
+            {"engine_id": "m-1", "phase": "ready", "detail": "", "seconds": {}},
+            {"engine_id": "m-2", "phase": "placing", "detail": "no room", "seconds": {"placing": 1.0}},
+        ],
+        "nodes": [{"node_id": "abc", "address": "10.0.0.1", "npus": 8, "reserved": 1}],
+    }
+
+
+def test_status_text() -> None:
+    text = status.render(answer_of_the_controller())
+    assert "1 of 8 NPUs in use" in text
+    assert "model m: 1 of 2 engines ready" in text
+    assert "engine m-1 ready at h:1 on virtual npu X" in text
+    assert "engine m-2 placing: no room (placing 1.0 s)" in text
+
+
+def test_how_to_talk_names_every_door(virtual: None, checkpoint: Path) -> None:
+    text = status.how_to_talk(resolve(str(checkpoint), "--host", "0.0.0.0").config)
+    body = json.loads(text.split("-d '")[1].split("'")[0])
+    assert body["model"] == "Tiny-Model"
+    for part in (
+        "curl http://127.0.0.1:8000/v1",
+        "from openai import OpenAI",
+        "VllmEngine at 0.0.0.0:50051",
+        "/sd",
+    ):
+        assert part in text
+
+
+def test_gateway_url_of_a_wildcard_address(virtual: None, checkpoint: Path) -> None:
+    assert serve.gateway_url(resolve(str(checkpoint), "--host", "::").config) == "http://127.0.0.1:8000"
+    assert serve.gateway_url(resolve(str(checkpoint), "--host", "10.0.0.1").config) == "http://10.0.0.1:8000"
