@@ -86,5 +86,5 @@ def channel_options(settings: RouterSettings) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", settings.max_metadata_bytes),
-        ("grpc.absolute_max_metadata_size", 2 * settings.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
     ]

@@ -107,7 +107,7 @@ def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[
         ("grpc.max_receive_message_length", settings.max_request_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", settings.max_metadata_bytes),
-        ("grpc.absolute_max_metadata_size", 2 * settings.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from npufleet.cluster.proto.extension import METADATA_LIMIT
+
 _MIB = 1 << 20
 
 
@@ -31,7 +33,7 @@ class RouterSettings:
     request_timeout: float = 3600.0  # of a Generate or Embed that brings no deadline
     control_timeout: float = 30.0  # of any other call that brings none
     max_request_bytes: int = 64 * _MIB
-    max_metadata_bytes: int = _MIB // 4
+    max_metadata_bytes: int = METADATA_LIMIT
     max_streams: int = 8192  # concurrent calls; more are refused with RESOURCE_EXHAUSTED
     # Leaving
     leave_timeout: float = 600.0  # how long streams of an engine that left the fleet may run on

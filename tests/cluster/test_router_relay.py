@@ -232,6 +232,19 @@ async def test_a_message_above_the_limit_is_refused_and_the_connection_lives():
         assert not [request for request in engine.seen if len(request.tokenized.input_ids) > 3]
 
 
+async def test_metadata_above_the_limit_is_refused_and_the_connection_lives():
+    limits = ("grpc.max_metadata_size", "grpc.absolute_max_metadata_size")
+    engine = FakeEngine(name="a", options=tuple((name, 16 * 1024) for name in limits))
+    async with fleet(engine) as f:
+        for size in (20_000, 200_000):
+            error = await error_of(
+                f.stub.Generate(generate_request(), metadata=(("x-big-bin", b"x" * size),))
+            )
+            assert error.code() is Code.RESOURCE_EXHAUSTED and "metadata" in error.details()
+        call = f.stub.Generate(generate_request(1), metadata=(("x-npufleet-ext-bin", b"x" * 10_000),))
+        assert await tokens_of(call) == [6]
+
+
 async def test_a_megabyte_prompt_passes():
     engine = FakeEngine(name="a")
     async with fleet(engine) as f:
