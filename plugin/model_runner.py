@@ -34,8 +34,12 @@ class NPUModelRunner(GPUModelRunner):
         self._pages_to_zero: list[torch.Tensor] = []
 
     def _largest_top_k(self, requests: int) -> int:
-        """The largest top-k of the first ``requests`` requests, read on the host."""
-        return int(self.input_batch.top_k_cpu[:requests].max(initial=1))
+        """The largest top-k of the running batch, read on the host; the vocabulary size if the logits are not
+        one row for each of its requests, as in a warm-up.
+        """
+        if requests != self.input_batch.num_reqs:
+            return self.input_batch.vocab_size
+        return int(self.input_batch.top_k_cpu[:requests].max())
 
     def load_model(self, load_dummy_weights: bool = False, *, model: nn.Module | None = None) -> None:
         """Load the weights; wrap the model so that decode steps are captured and replayed."""

@@ -21,7 +21,7 @@ class NPUTopKTopPSampler(TopKTopPSampler):
         use_fp64_gumbel: bool,
         largest_top_k: Callable[[int], int],
     ) -> None:
-        """``largest_top_k(B)`` gives the largest k of the first B requests of the running batch."""
+        """``largest_top_k(B)`` gives the largest k of the running batch, whose logits have B rows."""
         super().__init__(logprobs_mode, use_fp64_gumbel)
         self._largest_top_k = largest_top_k
 

@@ -1,5 +1,6 @@
 """The worker: one process, one NPU."""
 
+import atexit
 import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+def _leave_groups() -> None:
+    """Destroy vLLM's process groups in this process, then torch's; nothing is left for a second call."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
 class NPUWorker(Worker):
-    """vLLM's worker on an NPU: opens the device, joins the groups, sizes the cache, captures the graphs."""
+    """vLLM's worker on an NPU."""
 
     model_runner: "NPUModelRunner"
 
@@ -46,6 +53,9 @@ class NPUWorker(Worker):
             self.local_rank,
             current_platform.dist_backend,
         )
+        # torch_npu destroys all groups when the interpreter exits, and vLLM would then find its own gone.
+        # Leaving first, which is what registering last means, keeps both in order.
+        atexit.register(_leave_groups)
         self._tell_groups_the_device()
         set_random_seed(self.model_config.seed)
         gc.collect()
@@ -124,7 +134,6 @@ class NPUWorker(Worker):
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def shutdown(self) -> None:
-        """Release the model, the cache and the graphs, then the process groups."""
+        """Release the model, the cache and the graphs, and give their memory back to the device."""
         super().shutdown()
-        gc.collect()
         torch.npu.empty_cache()

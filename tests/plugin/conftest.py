@@ -12,7 +12,6 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
-    T5Config,
 )
 
 VOCABULARY = 128
@@ -66,7 +65,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``checkpoint(kind, weights=False, **changes)``: a directory with the config and, if asked, random weights."""
+    """``checkpoint(kind, weights=False, **changes)``: a directory with a configuration."""
     made: dict[tuple[object, ...], Path] = {}
 
     def make(kind: str, weights: bool = False, **changes: object) -> Path:

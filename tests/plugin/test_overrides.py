@@ -1,7 +1,8 @@
-"""Each override is still needed: its test fails when upstream offers a hook or another way, so that it can go."""
+"""Each override is still needed: its test fails when upstream offers another way, so that it can go."""
 
 import ast
 import inspect
+import textwrap
 
 import pytest
 from npufleet.plugin.overrides import OVERRIDES, Override, apply_overrides
@@ -11,7 +12,7 @@ from vllm.v1.worker import gpu_model_runner
 def cuda_names(source: str) -> set[str]:
     """The ``X`` of every call ``torch.cuda.X(...)`` in a piece of source."""
     found = set()
-    for node in ast.walk(ast.parse(inspect.cleandoc(source))):
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.cuda."):
             found.add(ast.unparse(node.func).removeprefix("torch.cuda."))
     return found

@@ -1,4 +1,4 @@
-"""Configurations: what is turned off with a log line, what is refused by name and with what to use instead."""
+"""Configurations: what is turned off, and what is refused by name with what to use instead."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.compilation import CompilationMode
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 Checkpoint = Callable[..., Path]
 
@@ -57,7 +58,8 @@ def test_eager(checkpoint: Checkpoint) -> None:
 def test_a_configuration_is_checked_twice_without_change(checkpoint: Checkpoint) -> None:
     config = configure(checkpoint("llama"))
     before = repr(config)
-    config.__post_init__()
+    current_platform.apply_config_platform_defaults(config)
+    current_platform.check_and_update_config(config)
     assert repr(config) == before
 
 
@@ -69,23 +71,23 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("llama", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'.*bfloat16"),
+        ("llama", {"kv_cache_dtype": "fp8"}, r"kv_cache_dtype 'fp8'.*bfloat16"),
         ("llama", {"quantization": "fp8"}, "quantization 'fp8'"),
         ("llama", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
         (
             "llama",
-            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-            "context parallelism.*tensor_parallel_size",
+            {"tensor_parallel_size": 8, "decode_context_parallel_size": 2},
+            r"context parallelism.*tensor_parallel_size",
         ),
         (
             "llama",
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
             "speculative decoding",
         ),
-        ("llama", {"enable_sleep_mode": True}, "[Ss]leep mode"),
-        ("mixture", {}, "mixture-of-experts.*dense"),
-        ("mla", {}, "MLA.*dense"),
-        ("mamba", {}, "state-space.*dense"),
+        ("llama", {"enable_sleep_mode": True}, r"[Ss]leep mode"),
+        ("mixture", {}, r"mixture-of-experts.*dense"),
+        ("mla", {}, r"MLA.*dense"),
+        ("mamba", {}, r"state-space.*dense"),
     ],
 )
 def test_refusals(checkpoint: Checkpoint, kind: str, arguments: dict[str, Any], message: str) -> None:
@@ -95,7 +97,7 @@ def test_refusals(checkpoint: Checkpoint, kind: str, arguments: dict[str, Any], 
 
 def test_the_second_model_runner_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="second model runner.*VLLM_USE_V2_MODEL_RUNNER"):
+    with pytest.raises(ValueError, match=r"second model runner.*VLLM_USE_V2_MODEL_RUNNER"):
         configure(checkpoint("llama"))
 
 
@@ -106,9 +108,7 @@ def test_batch_invariance_is_refused(checkpoint: Checkpoint, monkeypatch: pytest
 
 
 def test_dtypes() -> None:
-    from vllm.platforms import current_platform
-
     for dtype in current_platform.supported_dtypes:
         current_platform.check_if_supports_dtype(dtype)
-    with pytest.raises(ValueError, match="float64.*bfloat16"):
+    with pytest.raises(ValueError, match=r"float64.*bfloat16"):
         current_platform.check_if_supports_dtype(torch.float64)
