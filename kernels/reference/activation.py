@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from .checks import FLOATS, require, require_dtype
+from .checks import FLOATS, require, require_dtype, wrong
 from .registry import reference
 
 GELU_MUL_LAST_DIMENSION = 1024  # what aclnnGeluMul takes at most
@@ -11,8 +11,10 @@ GELU_MUL_LAST_DIMENSION = 1024  # what aclnnGeluMul takes at most
 
 def _halves(op: str, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     require_dtype(op, "x", x, FLOATS)
-    require(-x.dim() <= dim < x.dim(), op, f"dim is {dim}, x has {x.dim()} dimensions")
-    require(x.shape[dim] % 2 == 0, op, f"dimension {dim} of x {tuple(x.shape)} must be even")
+    if not -x.dim() <= dim < x.dim():
+        raise wrong(op, f"dim is {dim}, x has {x.dim()} dimensions")
+    if x.shape[dim] % 2:
+        raise wrong(op, f"dimension {dim} of x {tuple(x.shape)} must be even")
     half = x.shape[dim] // 2
     return x.narrow(dim, 0, half), x.narrow(dim, half, half)
 

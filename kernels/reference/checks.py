@@ -20,6 +20,11 @@ def require(condition: bool, op: str, message: str) -> None:
         raise ValueError(f"{op}: {message}")
 
 
+def wrong(op: str, message: str) -> ValueError:
+    """The error of a refusal, for checks that run often: they build the message only when they raise it."""
+    return ValueError(f"{op}: {message}")
+
+
 def require_dtype(op: str, name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype]) -> None:
     """Refuse a tensor whose dtype is not among ``allowed``."""
     if tensor.dtype not in (wanted := tuple(allowed)):

@@ -6,7 +6,7 @@ head]`` of the same dtype and int32 slots ``[T]`` (slot = block · block_size + 
 
 import torch
 
-from .checks import require, require_contiguous, require_dtype
+from .checks import require_contiguous, require_dtype, wrong
 from .registry import reference
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -14,16 +14,15 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 
 def _check_side(op: str, name: str, x: torch.Tensor, cache: torch.Tensor) -> None:
     require_dtype(op, name, x, CACHE_DTYPES)
-    require(
-        cache.dtype == x.dtype, op, f"{name}_cache is {cache.dtype}, {name} is {x.dtype}; they must be equal"
-    )
-    require(x.dim() == 3, op, f"{name} {tuple(x.shape)} must be [tokens, kv_heads, head]")
-    require(
-        cache.dim() == 4 and cache.shape[2:] == x.shape[1:],
-        op,
-        f"{name}_cache {tuple(cache.shape)} must be [blocks, block, heads, head] for {name} {tuple(x.shape)}",
-    )
-    require(cache.shape[1] % 16 == 0, op, f"the block size is {cache.shape[1]}, it must be a multiple of 16")
+    if cache.dtype != x.dtype:
+        raise wrong(op, f"{name}_cache is {cache.dtype}, {name} is {x.dtype}; they must be equal")
+    if x.dim() != 3:
+        raise wrong(op, f"{name} {tuple(x.shape)} must be [tokens, heads, head]")
+    if cache.dim() != 4 or cache.shape[2:] != x.shape[1:]:
+        shapes = f"{name}_cache {tuple(cache.shape)} and {name} {tuple(x.shape)}"
+        raise wrong(op, f"{shapes} must be [blocks, block, heads, head] and [tokens, heads, head]")
+    if cache.shape[1] % 16:
+        raise wrong(op, f"the block size is {cache.shape[1]}, it must be a multiple of 16")
 
 
 def _write(
@@ -36,19 +35,21 @@ def _write(
 ) -> None:
     _check_side(op, "key", key, key_cache)
     _check_side(op, "value", value, value_cache)
-    require(
-        key.shape[:2] == value.shape[:2], op, f"key {tuple(key.shape)} and value {tuple(value.shape)} differ"
-    )
-    require(key_cache.shape[:2] == value_cache.shape[:2], op, "key_cache and value_cache differ in blocks")
+    if key.shape[:2] != value.shape[:2]:
+        raise wrong(op, f"key {tuple(key.shape)} and value {tuple(value.shape)} differ")
+    if key_cache.shape[:2] != value_cache.shape[:2]:
+        raise wrong(op, "key_cache and value_cache differ in blocks")
     require_dtype(op, "slots", slots, (torch.int32,))
-    require(tuple(slots.shape) == (key.shape[0],), op, f"slots {tuple(slots.shape)} must be [{key.shape[0]}]")
+    if slots.dim() != 1 or slots.shape[0] != key.shape[0]:
+        raise wrong(op, f"slots {tuple(slots.shape)} must be [{key.shape[0]}]")
     require_contiguous(op, key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots)
     if not slots.numel():
         return
-    lowest, highest = torch.aminmax(slots)
+    lowest, highest = (int(x) for x in torch.aminmax(slots))
     count = key_cache.shape[0] * key_cache.shape[1]
-    require(int(lowest) >= -1 and int(highest) < count, op, f"a slot lies outside −1 … {count - 1}")
-    if int(lowest) < 0:
+    if lowest < -1 or highest >= count:
+        raise wrong(op, f"a slot lies outside −1 … {count - 1}")
+    if lowest < 0:
         keep = slots >= 0
         key, value, slots = key[keep], value[keep], slots[keep]
     index = slots.long()

@@ -7,19 +7,16 @@ to the input's dtype (CANN's aclnnRmsNorm, aclnnAddRmsNorm, aclnnGemmaRmsNorm: y
 
 import torch
 
-from .checks import FLOATS, require, require_dtype
+from .checks import FLOATS, require_dtype, wrong
 from .registry import reference
 
 
 def _check(op: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
     require_dtype(op, "x", x, FLOATS)
-    require(gamma.dtype == x.dtype, op, f"gamma is {gamma.dtype}, x is {x.dtype}; they must be equal")
-    require(0 < gamma.dim() <= x.dim(), op, f"gamma has {gamma.dim()} dimensions, x has {x.dim()}")
-    require(
-        x.shape[x.dim() - gamma.dim() :] == gamma.shape,
-        op,
-        f"gamma {tuple(gamma.shape)} must equal the last dimensions of x {tuple(x.shape)}",
-    )
+    if gamma.dtype != x.dtype:
+        raise wrong(op, f"gamma is {gamma.dtype}, x is {x.dtype}; they must be equal")
+    if not 0 < gamma.dim() <= x.dim() or x.shape[x.dim() - gamma.dim() :] != gamma.shape:
+        raise wrong(op, f"gamma {tuple(gamma.shape)} must equal the last dimensions of x {tuple(x.shape)}")
 
 
 def _normalize(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,11 +47,8 @@ def npu_add_rms_norm(
     """
     op = "npu_add_rms_norm"
     _check(op, x1, gamma)
-    require(
-        x1.shape == x2.shape and x1.dtype == x2.dtype,
-        op,
-        f"x2 {tuple(x2.shape)} {x2.dtype} must be like x1 {tuple(x1.shape)} {x1.dtype}",
-    )
+    if x1.shape != x2.shape or x1.dtype != x2.dtype:
+        raise wrong(op, f"x2 {tuple(x2.shape)} {x2.dtype} must be like x1 {tuple(x1.shape)} {x1.dtype}")
     total = x1 + x2
     y, rstd = _normalize(total, gamma, epsilon)
     return y, rstd, total
@@ -67,6 +61,7 @@ def npu_gemma_rms_norm(
     """x / sqrt(mean(x²) + ε) · (1 + γ), 1 + γ in float32. Returns (y like x, the inverse root in float32)."""
     op = "npu_gemma_rms_norm"
     _check(op, self, gamma)
-    require(self.is_contiguous(), op, "x is not contiguous")
+    if not self.is_contiguous():
+        raise wrong(op, "x is not contiguous")
     y, rstd = _normalize(self.float(), gamma.float() + 1.0, epsilon)
     return y.to(self.dtype), rstd

@@ -7,7 +7,7 @@ rounded once.
 
 import torch
 
-from .checks import FLOATS, require, require_dtype
+from .checks import FLOATS, require, require_dtype, wrong
 from .registry import reference
 
 MODES = ("half", "interleave")
@@ -48,40 +48,27 @@ def _check_mrope(
 ) -> None:
     op = "npu_mrope"
     require_dtype(op, "query", query, FLOATS)
-    for name, tensor in (("key", key), ("cos_sin_cache", cache)):
-        require(
-            tensor.dtype == query.dtype,
-            op,
-            f"{name} is {tensor.dtype}, query is {query.dtype}; they must be equal",
-        )
-    for name, tensor in (("query", query), ("key", key), ("cos_sin_cache", cache)):
-        require(tensor.dim() == 2, op, f"{name} has {tensor.dim()} dimensions, it must have 2")
     require_dtype(op, "positions", positions, (torch.int32, torch.int64))
-    tokens = positions.shape[-1] if positions.dim() else -1
-    require(
-        positions.dim() in (1, 2) and (positions.dim() == 1 or positions.shape[0] == 3),
-        op,
-        f"positions {tuple(positions.shape)} must be [tokens] or [3, tokens]",
-    )
-    for name, tensor in (("query", query), ("key", key)):
-        require(
-            tensor.shape[0] == tokens and tensor.shape[1] % head_size == 0,
-            op,
-            f"{name} {tuple(tensor.shape)} must be [{tokens}, heads·{head_size}]",
-        )
+    if positions.dim() not in (1, 2) or (positions.dim() == 2 and positions.shape[0] != 3):
+        raise wrong(op, f"positions {tuple(positions.shape)} must be [tokens] or [3, tokens]")
+    tokens = positions.shape[-1]
+    for name, x in (("query", query), ("key", key), ("cos_sin_cache", cache)):
+        if x.dtype != query.dtype:
+            raise wrong(op, f"{name} is {x.dtype}, query is {query.dtype}; they must be equal")
+        if x.dim() != 2:
+            raise wrong(op, f"{name} has {x.dim()} dimensions, it must have 2")
+        if x is not cache and (x.shape[0] != tokens or x.shape[1] % head_size):
+            raise wrong(op, f"{name} {tuple(x.shape)} must be [{tokens}, heads·{head_size}]")
     step = 16 if query.dtype == torch.float32 else 32
-    rotary = cache.shape[1]
-    require(
-        rotary % step == 0, op, f"rotary_dim is {rotary}, for {query.dtype} it must be a multiple of {step}"
-    )
-    require(rotary <= head_size, op, f"rotary_dim {rotary} exceeds the head size {head_size}")
+    longest, rotary = cache.shape
+    if rotary % step:
+        raise wrong(op, f"rotary_dim is {rotary}, for {query.dtype} it must be a multiple of {step}")
+    if rotary > head_size:
+        raise wrong(op, f"rotary_dim {rotary} exceeds the head size {head_size}")
     if positions.numel():
         lowest, highest = torch.aminmax(positions)
-        require(
-            int(lowest) >= 0 and int(highest) < cache.shape[0],
-            op,
-            f"a position lies outside 0 … {cache.shape[0] - 1}",
-        )
+        if int(lowest) < 0 or int(highest) >= longest:
+            raise wrong(op, f"a position lies outside 0 … {longest - 1}")
 
 
 @reference("npu::npu_mrope")
@@ -105,23 +92,22 @@ def npu_mrope(
     """
     op = "npu_mrope"
     _check_mrope(positions, query, key, cos_sin_cache, head_size)
-    require(rotary_mode in MODES, op, f"rotary_mode is {rotary_mode!r}, allowed are {MODES}")
-    require(cache_mode in ("default", "interleave"), op, f"cache_mode is {cache_mode!r}")
-    assert rotary_mode is not None and cache_mode is not None
+    if rotary_mode is None or rotary_mode not in MODES:
+        raise wrong(op, f"rotary_mode is {rotary_mode!r}, allowed are {MODES}")
+    if cache_mode is None or cache_mode not in ("default", "interleave"):
+        raise wrong(op, f"cache_mode is {cache_mode!r}, allowed are 'default' and 'interleave'")
     section = list(mrope_section) if mrope_section else [0, 0, 0]
     tokens, rotary = query.shape[0], cos_sin_cache.shape[1]
     cos_sin = cos_sin_cache.index_select(0, positions.reshape(-1)).float()
     if positions.dim() == 2:
-        require(
-            len(section) == 3 and sum(section) == rotary // 2,
-            op,
-            f"mrope_section is {section}, it must hold 3 numbers of sum {rotary // 2}",
-        )
+        if len(section) != 3 or sum(section) != rotary // 2:
+            raise wrong(op, f"mrope_section is {section}, it must hold 3 numbers of sum {rotary // 2}")
         halves = cos_sin.view(3, tokens, 2, rotary // 2)
         cos = _select_sections(halves[:, :, 0], section, cache_mode)
         sin = _select_sections(halves[:, :, 1], section, cache_mode)
     else:
-        require(not any(section), op, f"mrope_section is {section} but positions has one dimension")
+        if any(section):
+            raise wrong(op, f"mrope_section is {section} but positions has one dimension")
         cos, sin = cos_sin.view(tokens, 2, rotary // 2).unbind(1)
     own, partner = (x.unsqueeze(1) for x in _factors(cos, sin, rotary_mode))
 
