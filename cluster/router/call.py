@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import grpc
 from npufleet.cluster.router.errors import NoEngine
-from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics
+from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
 from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -126,6 +126,8 @@ def handler(method: str, body: Body, metrics: RouterMetrics) -> Callable[..., Aw
 
 
 async def _end(context: grpc.aio.ServicerContext, error: CallError) -> NoReturn:
-    _log.info("call ends with %s: %s", error.code.name, error.details)
+    # A client's own mistakes are its to read; logging each would let it fill the log.
+    level = logging.INFO if outcome_of(error.code) == "error" else logging.DEBUG
+    _log.log(level, "call ends with %s: %s", error.code.name, error.details)
     await context.abort(error.code, error.details, tuple(error.trailing))
     raise AssertionError("abort() raises")

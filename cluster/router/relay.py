@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 from npufleet.cluster.router.call import Call, CallError
-from npufleet.cluster.router.errors import LOST
+from npufleet.cluster.router.errors import BROKE, LOST
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
 from npufleet.cluster.router.requests import LiveRequest, LiveRequests
@@ -179,7 +179,8 @@ class Relay:
     def _broken_off(self, error: grpc.aio.AioRpcError, lease: Lease, sent: int) -> CallError:
         """The status of a stream that broke after ``sent`` messages: too late to start over elsewhere."""
         engine_id = lease.endpoint.engine_id
-        prefix = f"engine {engine_id!r} was lost after {sent} messages: " if error.code() in LOST else ""
+        verb = "was lost" if error.code() in LOST else "failed" if error.code() in BROKE else ""
+        prefix = f"engine {engine_id!r} {verb} after {sent} messages: " if verb else ""
         return CallError.from_engine(error, engine_id, prefix)
 
 

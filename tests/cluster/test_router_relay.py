@@ -128,8 +128,9 @@ async def test_a_clients_fault_is_not_retried_and_ejects_nobody(code: grpc.Statu
         assert f.router.picker.models() == {MODEL: 2}
 
 
-async def test_nothing_is_retried_after_the_first_message():
-    bad, good = FakeEngine(name="a", fail_at=2), FakeEngine(name="b")
+@pytest.mark.parametrize(("code", "verb"), [(Code.UNAVAILABLE, "was lost"), (Code.INTERNAL, "failed")])
+async def test_nothing_is_retried_after_the_first_message(code: grpc.StatusCode, verb: str):
+    bad, good = FakeEngine(name="a", fail_at=2, fail_code=code), FakeEngine(name="b")
     async with fleet(bad, good) as f:
         got, error = [], None
         call = f.stub.Generate(generate_request(5))
@@ -139,8 +140,8 @@ async def test_nothing_is_retried_after_the_first_message():
         except grpc.aio.AioRpcError as caught:
             error = caught
         assert got == [6, 7]
-        assert error is not None and error.code() is Code.UNAVAILABLE
-        assert "'a' was lost after 2 messages" in error.details()
+        assert error is not None and error.code() is code
+        assert f"'a' {verb} after 2 messages: fake failure of a" in error.details()
         assert f.served() == [1, 0]
 
 
