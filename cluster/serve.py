@@ -123,9 +123,13 @@ class _Stop:
 
     def __init__(self) -> None:
         self.asked = False
-        self._previous = {
-            number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals; again after Ray has started, which takes SIGTERM for itself."""
+        for number in self._previous:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
@@ -176,6 +180,7 @@ class _Fleet:
             self.ray = local.start(target.device, folder)
             say(f"Ray is up; logs in {self.ray.logs}")
         self.connected = True
+        self.stop.listen()
         self.stop.check()
         self._submit()
         self._follow()

@@ -1,0 +1,33 @@
+"""One fleet for all end-to-end tests: two engines of the demo model behind router and gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from .fleet import Fleet
+
+
+@pytest.fixture(scope="session")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(log=tmp_path_factory.mktemp("fleet") / "serve.log")
+    try:
+        fleet.start()
+        yield fleet
+        fleet.stop()
+    finally:
+        fleet.kill()
+
+
+@pytest.fixture
+def fleet(started: Fleet) -> Fleet:
+    """The fleet with both engines up: a test that broke one leaves it to the next to wait."""
+    started.whole()
+    return started
+
+
+@pytest.fixture
+def client(fleet: Fleet) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=180)

@@ -1,0 +1,125 @@
+"""kill -9, under load: what breaks says so, the rest goes on, everything comes back without help."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from .fleet import CONTROLLER, CORE, ENGINE, MODEL, ROUTER, WORKER, Fleet, eventually, gone, kill
+
+TOKENS = 96
+
+
+@dataclass
+class Stream:
+    """One streamed answer: its pieces, and the error that ended it if one did."""
+
+    index: int
+    pieces: int = 0
+    finished: bool = False
+    error: openai.APIError | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+
+
+class Load:
+    """Some streams at once, through the gateway."""
+
+    def __init__(self, client: openai.OpenAI, count: int) -> None:
+        self._client = client
+        self.streams = [Stream(index) for index in range(count)]
+        self._threads = [threading.Thread(target=self._run, args=(stream,)) for stream in self.streams]
+        for thread in self._threads:
+            thread.start()
+        for stream in self.streams:
+            assert stream.begun.wait(180), "no first token"
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            with self._client.completions.create(
+                model=MODEL,
+                prompt=f"{stream.index}. Once upon a time",
+                max_tokens=TOKENS,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ) as chunks:
+                for chunk in chunks:
+                    stream.pieces += bool(chunk.choices and chunk.choices[0].text)
+                    stream.finished |= bool(chunk.choices and chunk.choices[0].finish_reason)
+                    stream.begun.set()
+        except openai.APIError as error:
+            stream.error = error
+        finally:
+            stream.begun.set()
+
+    def wait(self) -> tuple[list[Stream], list[Stream]]:
+        """Return (untouched, broken) streams; every stream must be one of the two."""
+        for thread in self._threads:
+            thread.join(300)
+            assert not thread.is_alive(), "a stream hangs"
+        whole = [stream for stream in self.streams if stream.finished and stream.error is None]
+        broken = [stream for stream in self.streams if stream.error is not None]
+        assert len(whole) + len(broken) == len(self.streams)
+        return whole, broken
+
+
+def cores_of(fleet: Fleet) -> list[psutil.Process]:
+    """The engine-core processes (each has its engine as parent)."""
+    engines = {process.pid for process in fleet.processes(ENGINE)}
+    return [process for process in fleet.processes(CORE) if process.ppid() in engines]
+
+
+@pytest.mark.parametrize("victim", ["worker", "core", "engine"])
+def test_an_engine_dies_under_load(fleet: Fleet, client: openai.OpenAI, victim: str) -> None:
+    before = {engine["engine_id"] for engine in fleet.status()["engines"]}
+    core = cores_of(fleet)[0]
+    engine = psutil.Process(core.ppid())
+    worker = next(p for p in fleet.processes(WORKER))
+    load = Load(client, 4)
+    kill({"worker": worker, "core": core, "engine": engine}[victim])
+    whole, broken = load.wait()
+    assert len(whole) >= 2, "the other engine's streams go on"
+    for stream in broken:
+        assert "engine" in str(stream.error), "the error says what happened"
+    answer = client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=4)
+    assert answer.choices[0].text, "the fleet answers meanwhile"
+    if victim != "worker":
+        eventually("nothing of the dead engine lives on", 60.0, lambda: gone(core) and gone(engine))
+    fleet.whole()
+    after = {engine["engine_id"] for engine in fleet.status()["engines"]}
+    assert len(after & before) == 1
+    assert fleet.status()["npus"]["reserved"] == 2
+
+
+def test_the_router_dies(fleet: Fleet, client: openai.OpenAI) -> None:
+    engines = {process.pid for process in fleet.processes(ENGINE)}
+    kill(fleet.processes(ROUTER)[0])
+    with pytest.raises((httpx.HTTPError, openai.APIError)):
+        client.with_options(timeout=5).completions.create(model=MODEL, prompt="x", max_tokens=1)
+    fleet.whole()
+    answer = client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=4)
+    assert answer.choices[0].text
+    assert {process.pid for process in fleet.processes(ENGINE)} == engines, "the engines never noticed"
+
+
+def test_the_controller_dies_and_nobody_notices(fleet: Fleet, client: openai.OpenAI) -> None:
+    epoch = fleet.status()["epoch"]
+    load = Load(client, 4)
+    kill(fleet.processes(CONTROLLER)[0])
+    _, broken = load.wait()
+    assert not broken, [str(stream.error) for stream in broken]
+
+    def rebuilt() -> bool:
+        try:
+            status = fleet.status()
+        except httpx.HTTPError:
+            return False
+        return status["epoch"] != epoch and status["models"][0]["ready"] == 2
+
+    eventually("the controller is back and knows both engines", 120.0, rebuilt)
+    assert client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=4).choices[0].text
