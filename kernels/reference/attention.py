@@ -9,7 +9,7 @@ import torch
 
 from .attention_arguments import V1, V2, prepare
 from .attention_math import attend
-from .checks import require, require_contiguous, require_dtype
+from .checks import require_contiguous, require_dtype, wrong
 from .registry import reference
 
 
@@ -28,22 +28,33 @@ def _compute_into(
     value: torch.Tensor,
     given: dict[str, Any],
     workspace: torch.Tensor | None,
-    targets: tuple[torch.Tensor, torch.Tensor],
+    targets: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    call, want_lse = prepare(op, query, key, value, given)
     if workspace is not None:
         require_dtype(op, "workspace", workspace, (torch.uint8,))
-    results = _compute(op, query, key, value, given)
-    for name, result, target in zip(("attention_out", "softmax_lse"), results, targets, strict=True):
-        require(target.dtype == result.dtype, op, f"{name} is {target.dtype}, the result is {result.dtype}")
-        if result.numel():  # without the log-sum-exp its target may have any shape
-            require(
-                target.shape == result.shape,
-                op,
-                f"{name} is {tuple(target.shape)}, the result is {tuple(result.shape)}",
-            )
-            require_contiguous(op, **{name: target})
-            target.copy_(result)
-    return targets
+    if len(targets) != 2:
+        raise wrong(op, f"out has {len(targets)} tensors, it must have 2")
+    out, lse_out = targets
+    shape = (*query.shape[:2], call.value.shape[2])
+    _check_target(op, "attention_out", out, shape, query.dtype)
+    require_dtype(op, "softmax_lse", lse_out, (torch.float32,))
+    if want_lse:  # without it the target may have any shape
+        _check_target(op, "softmax_lse", lse_out, (*query.shape[:2], 1), torch.float32)
+    _, lse = attend(call, want_lse, out)
+    if lse is not None:
+        lse_out.copy_(lse.unsqueeze(-1))
+    return out, lse_out
+
+
+def _check_target(
+    op: str, name: str, target: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if target.dtype != dtype:
+        raise wrong(op, f"{name} is {target.dtype}, the result is {dtype}")
+    if target.shape != shape:
+        raise wrong(op, f"{name} is {tuple(target.shape)}, the result is {shape}")
+    require_contiguous(op, **{name: target})
 
 
 def _workspace(
@@ -77,7 +88,7 @@ def fused_infer_attention_score_out(
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same into given tensors, with a workspace of the size that the workspace query answered."""
-    return _compute_into(V1, query, key, value, given, workspace, (out[0], out[1]))
+    return _compute_into(V1, query, key, value, given, workspace, out)
 
 
 @reference(f"npu::_{V1}_get_max_workspace")
@@ -107,7 +118,7 @@ def fused_infer_attention_score_v2_out(
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Version 2 into given tensors."""
-    return _compute_into(V2, query, key, value, given, workspace, (out[0], out[1]))
+    return _compute_into(V2, query, key, value, given, workspace, out)
 
 
 @reference(f"npu::_{V2}_get_max_workspace")

@@ -31,8 +31,11 @@ class Attention:
     window: int | None  # keys a query sees at most, itself included; None: all
 
 
-def attend(call: Attention, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the output [T, N, Dv] and, if wanted, the log-sum-exp of the scaled scores, float32 [T, N].
+def attend(
+    call: Attention, want_lse: bool, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the output [T, N, Dv], which is ``out`` if given, and the log-sum-exp of the scaled scores if
+    wanted, float32 [T, N].
 
     A request without keys gives zeros.
     """
@@ -40,8 +43,10 @@ def attend(call: Attention, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     singles, others, complete = _group(
         call.query_ends, call.kv_lengths, call.window, call.block_table is not None
     )
-    allocate = call.query.new_empty if complete else call.query.new_zeros
-    out = allocate(tokens, heads, call.value.shape[2])
+    if out is None:
+        out = call.query.new_empty(tokens, heads, call.value.shape[2])
+    if not complete:
+        out.zero_()
     lse = torch.empty(tokens, heads, dtype=torch.float32) if want_lse else None
     for request, start in others:
         _attend_request(call, request, start, out, lse)

@@ -13,21 +13,17 @@ from .registry import reference
 MODES = ("half", "interleave")
 
 
-def _factors(cos: torch.Tensor, sin: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """For cos and sin [..., d/2] the factors [..., d] of an element and of its partner."""
-    if mode == "half":
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin.neg(), sin), dim=-1)
-    return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((sin.neg(), sin), dim=-1).flatten(-2)
-
-
-def _rotate(x: torch.Tensor, own: torch.Tensor, partner: torch.Tensor, mode: str) -> torch.Tensor:
-    """Turn x [..., d] (any float dtype) by its factors; a new float32 tensor."""
-    wide = x.float()
-    if mode == "half":
-        swapped = wide.roll(x.shape[-1] // 2, -1)
-    else:
-        swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (wide * own).addcmul_(swapped, partner)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str) -> torch.Tensor:
+    """Turn x [T, heads, d] (any float dtype) by float32 cos and sin [T, d/2]; a new float32 tensor."""
+    tokens, heads, size = x.shape
+    half, pair = size // 2, 2 if mode == "half" else 3  # the dimension of the two elements of a pair
+    pairs = x.float().reshape(tokens, heads, *((2, half) if pair == 2 else (half, 2)))
+    out = pairs * cos.unsqueeze(1).unsqueeze(pair)
+    (a, b), (new_a, new_b) = pairs.unbind(pair), out.unbind(pair)
+    sin = sin.unsqueeze(1)
+    new_a.addcmul_(b, sin, value=-1)
+    new_b.addcmul_(a, sin)
+    return out.view(x.shape)
 
 
 def _select_sections(values: torch.Tensor, section: list[int], cache_mode: str) -> torch.Tensor:
@@ -109,17 +105,16 @@ def npu_mrope(
         if any(section):
             raise wrong(op, f"mrope_section is {section} but positions has one dimension")
         cos, sin = cos_sin.view(tokens, 2, rotary // 2).unbind(1)
-    own, partner = (x.unsqueeze(1) for x in _factors(cos, sin, rotary_mode))
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        heads = x.view(tokens, x.shape[1] // head_size, head_size)
-        if rotary == head_size:
-            return _rotate(heads, own, partner, rotary_mode).to(x.dtype).view(x.shape)
-        turned = heads.clone(memory_format=torch.contiguous_format)
-        turned[..., :rotary] = _rotate(heads[..., :rotary], own, partner, rotary_mode)
-        return turned.view(x.shape)
-
-    return turn(query), turn(key)
+    heads, key_heads = query.shape[1] // head_size, key.shape[1] // head_size
+    both = torch.cat((query.view(tokens, heads, head_size), key.view(tokens, key_heads, head_size)), dim=1)
+    turned = _rotate(both[..., :rotary], cos, sin, rotary_mode)
+    if rotary < head_size:
+        both[..., :rotary] = turned
+        turned = both
+    results = query.new_empty(query.shape), key.new_empty(key.shape)
+    results[0].view(tokens, heads, head_size).copy_(turned[:, :heads])
+    results[1].view(tokens, key_heads, head_size).copy_(turned[:, heads:])
+    return results
 
 
 @reference("npu::npu_rotary_mul")
