@@ -42,6 +42,16 @@ at::Tensor tensor_over(const c10::Storage& storage, const at::Tensor& like, c10:
   return tensor;
 }
 
+// A view is an inference tensor exactly when its base is one, whatever mode the thread is in (a normal one in
+// inference mode shares its base's version counter), so it takes the base's dispatch keys as they are.
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
+  const c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                         (base.key_set() - lazy) | (like.key_set() & lazy), like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return tensor;
+}
+
 }  // namespace
 
 c10::Storage cpu_storage(const c10::Storage& npu, bool owns) {
@@ -152,7 +162,10 @@ at::Tensor Aliases::to_npu(const at::Tensor& tensor) {
   for (const c10::TensorImpl* input : cpu_inputs_)
     if (input == impl) return tensor;
   TORCH_CHECK(tensor.layout() == c10::kStrided, "virtual NPU: results with layout ", tensor.layout(), " are not supported");
-  return tensor_over(npu_storage(tensor), tensor, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1));
+  const c10::Storage storage = npu_storage(tensor);
+  for (const Alias& alias : list_)
+    if (alias.npu.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) return view_of(alias.npu, tensor);
+  return tensor_over(storage, tensor, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1));
 }
 
 IValue Aliases::to_npu(IValue value) {
