@@ -7,6 +7,7 @@
 #include "vnpu.h"
 
 extern "C" void vnpu_count_sync(int kind);
+extern "C" int vnpu_zero(void* memory, size_t bytes);
 
 namespace vnpu {
 
@@ -52,7 +53,17 @@ void run_cpu(const OpInfo& info, Stack& stack) {
   info.op.redispatchBoxed(cpu, &stack);
 }
 
+// Zeroing a large piece of memory gives its pages back instead of touching them: a KV cache may then be
+// larger than the memory of this machine until it is really filled.
+bool zero_pages(const Stack& stack) {
+  constexpr size_t kWorthIt = 1 << 20;
+  const at::Tensor& tensor = stack.back().toTensor();
+  if (tensor.nbytes() < kWorthIt || !tensor.is_non_overlapping_and_dense()) return false;
+  return vnpu_zero(tensor.mutable_data_ptr(), tensor.nbytes()) == 0;
+}
+
 void run(const OpInfo& info, Stack& stack) {
+  if (info.zero && zero_pages(stack)) return;
   if (leaves_device(info, stack)) vnpu_count_sync(kCopyToHost);
   Aliases aliases;
   aliases.replace_inputs(info, stack);

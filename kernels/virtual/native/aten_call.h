@@ -28,8 +28,10 @@ struct OpInfo {
   bool only_writes = false;    // and all results are such arguments, so nothing is allocated
   bool waits = false;          // the host waits for the result (item, nonzero, ...)
   bool copy = false;           // aten::copy_ or aten::_to_copy, between devices maybe
-  bool moves_data = false;     // runs in null mode too
+  bool view = false;           // some result is a view of an argument
+  bool zero = false;           // aten::zero_
   int generator = -1;          // index of the Generator argument
+  int out_list = -1;           // index of a Tensor[] argument "out", which npu:: schemas leave unmarked
   size_t inputs = 0;
   std::atomic<uint64_t> calls{0};
 };
@@ -95,8 +97,14 @@ at::Generator cpu_generator(const at::Generator& npu, c10::DeviceIndex device);
 void run_cpu(const OpInfo& info, Stack& stack);
 // The whole call, outside captures.
 void run(const OpInfo& info, Stack& stack);
+// Whether the current stream of this thread's device takes part in an open capture.
+bool on_captured_stream();
 // Whether this call makes the host wait for the device.
 bool leaves_device(const OpInfo& info, const Stack& stack);
+// Drops the arguments and leaves those that the operation returns, where each result is a written argument.
+void return_written(const OpInfo& info, Stack& stack);
+// Raises when the call comes after a replay that is still waiting for an external event.
+void refuse_behind_waiting_replay(const OpInfo& info);
 // The call while a graph is captured or a task group is updated.
 void run_recorded(const OpInfo& info, Stack& stack);
 // Null mode: gives results of the right shape without computing; false when the op must run all the same.

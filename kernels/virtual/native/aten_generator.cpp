@@ -24,6 +24,8 @@ uint64_t mix(uint64_t seed, uint64_t offset) {
 }  // namespace
 
 at::Generator cpu_generator(const at::Generator& given, c10::DeviceIndex device) {
+  // During a capture torch_npu lends no random state; what is drawn now is never seen, replays draw again.
+  if (on_captured_stream()) return at::detail::createCPUGenerator(0);
   at::Generator npu = given.defined()
                           ? given
                           : at::globalContext().defaultGenerator(c10::Device(c10::DeviceType::PrivateUse1, device));

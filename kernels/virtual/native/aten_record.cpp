@@ -11,6 +11,7 @@
 
 extern "C" int vnpu_updating();
 extern "C" int vnpu_refuse(const char* what);
+extern "C" int vnpu_refuse_waiting(const void* stream, const char* what);
 
 namespace vnpu {
 
@@ -28,11 +29,6 @@ struct Recorded {
   const int code = vnpu_refuse((info.name + " " + why).c_str());
   TORCH_CHECK(false, "virtual NPU: ", info.name, " ", why,
               " while a graph is being captured, which is not permitted (a device refuses it too), error code is ", code);
-}
-
-bool on_captured_stream() {
-  const auto device = static_cast<c10::DeviceIndex>(vnpu_device());
-  return vnpu_stream_capturing(c10_npu::getCurrentNPUStream(device).stream(false));
 }
 
 // A copy between host and device may be captured only when it is asynchronous and the host side is pinned.
@@ -54,7 +50,8 @@ void check_copy(const OpInfo& info, const Stack& stack) {
 bool writes_outside_pool(const OpInfo& info, const Stack& stack) {
   const auto& arguments = info.op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].alias_info() == nullptr || !arguments[i].alias_info()->isWrite()) continue;
+    const bool marked = arguments[i].alias_info() != nullptr && arguments[i].alias_info()->isWrite();
+    if (!marked && static_cast<int>(i) != info.out_list) continue;
     const auto outside = [](const at::Tensor& tensor) { return tensor.defined() && !in_graph_pool(tensor.storage()); };
     if (stack[i].isTensor() && outside(stack[i].toTensor())) return true;
     if (stack[i].isTensorList())
@@ -62,17 +59,6 @@ bool writes_outside_pool(const OpInfo& info, const Stack& stack) {
         if (outside(tensor)) return true;
   }
   return false;
-}
-
-// Drops the arguments and leaves those that the operation returns: each result is a written argument.
-void return_written(const OpInfo& info, Stack& stack) {
-  Stack results;
-  const auto& arguments = info.op.schema().arguments();
-  for (const c10::Argument& result : info.op.schema().returns())
-    for (size_t i = 0; i < arguments.size(); ++i)
-      if (arguments[i].alias_info() != nullptr && *arguments[i].alias_info() == *result.alias_info())
-        results.push_back(stack[i]);
-  stack.swap(results);
 }
 
 IValue graph_alias(const IValue& value) {
@@ -112,7 +98,35 @@ void replay(const Recorded& call) {
   }
 }
 
+const void* current_stream() {
+  return c10_npu::getCurrentNPUStream(static_cast<c10::DeviceIndex>(vnpu_device())).stream(false);
+}
+
 }  // namespace
+
+void return_written(const OpInfo& info, Stack& stack) {
+  Stack results;
+  if (info.out_list >= 0) {
+    for (const at::Tensor& tensor : stack[static_cast<size_t>(info.out_list)].toTensorVector()) results.emplace_back(tensor);
+    stack.swap(results);
+    return;
+  }
+  const auto& arguments = info.op.schema().arguments();
+  for (const c10::Argument& result : info.op.schema().returns())
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (arguments[i].alias_info() != nullptr && *arguments[i].alias_info() == *result.alias_info())
+        results.push_back(stack[i]);
+  stack.swap(results);
+}
+
+bool on_captured_stream() { return vnpu_capturing() && vnpu_stream_capturing(current_stream()); }
+
+void refuse_behind_waiting_replay(const OpInfo& info) {
+  if (vnpu_updating() != 0) return;
+  const int code = vnpu_refuse_waiting(current_stream(), info.name.c_str());
+  TORCH_CHECK(code == 0, "virtual NPU: ", info.name, " comes after a graph replay that waits for an external event nobody ",
+              "recorded yet: record it (graph update) first, error code is ", code);
+}
 
 void run_recorded(const OpInfo& info, Stack& stack) {
   const bool updating = vnpu_updating() != 0;
@@ -142,7 +156,5 @@ void run_recorded(const OpInfo& info, Stack& stack) {
   }
   vnpu_record([call] { replay(*call); }, info.name.c_str());
 }
-
-bool run_null(const OpInfo&, Stack&) { return false; }
 
 }  // namespace vnpu

@@ -11,6 +11,8 @@
 #include "aten_call.h"
 #include "vnpu.h"
 
+extern "C" int vnpu_waiting();
+
 namespace vnpu {
 
 namespace {
@@ -57,6 +59,7 @@ struct Boxed final : c10::OperatorKernel {
     for (IValue& value : own) stack->push_back(std::move(value));
   }
   void call(Stack& stack) const {
+    if (vnpu_waiting() != 0) refuse_behind_waiting_replay(*info);
     if (vnpu_capturing())
       run_recorded(*info, stack);
     else if (!vnpu_null_mode() || !run_null(*info, stack))
@@ -85,15 +88,19 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : op(op), name(toString(op.operato
     mutates |= argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     const std::string type = argument.type()->str();
     if (type.rfind("Generator", 0) == 0) generator = static_cast<int>(i);
+    if (reference && argument.name() == "out" && type == "List[Tensor]") out_list = static_cast<int>(i);
   }
   only_writes = mutates;
-  for (const c10::Argument& result : schema.returns())
+  for (const c10::Argument& result : schema.returns()) {
     only_writes &= result.alias_info() != nullptr && result.alias_info()->isWrite();
+    view |= result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  }
+  if (out_list >= 0) mutates = only_writes = true;
   copy = one_of(name, {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_copy_from_and_resize"});
   waits = one_of(name, {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select",
                         "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
                         "aten::is_nonzero", "aten::item", "aten::repeat_interleave.Tensor"});
-  moves_data = copy || waits;
+  zero = name == "aten::zero_";
 }
 
 }  // namespace vnpu

@@ -2,6 +2,8 @@
 // between its begin and end; an update replaces the steps of a group with newly recorded ones.
 #include <acl/acl.h>
 
+#include <mutex>
+
 #include "graph.h"
 
 namespace {
@@ -29,19 +31,37 @@ void close(Graph* graph) {
   open_graph = nullptr;
 }
 
-int run(Graph* graph) {
-  for (size_t i = 0; i < graph->steps.size(); ++i) {
+// A replay that stopped before a step, because an external event was not recorded yet.
+struct Waiting {
+  Graph* graph;
+  size_t next;
+  vnpu::Stream* stream;
+};
+std::mutex waiting_mutex;
+std::vector<Waiting> waiting;
+std::atomic<int> waiting_count{0};
+
+int run(Graph* graph, size_t next, vnpu::Stream* stream) {
+  graph->running = true;
+  for (size_t i = next; i < graph->steps.size(); ++i) {
     const Step& step = graph->steps[i];
+    if (step.wait != nullptr) {
+      if (step.wait->recorded) continue;
+      std::lock_guard<std::mutex> lock(waiting_mutex);
+      waiting.push_back({graph, i, stream});
+      waiting_count = static_cast<int>(waiting.size());
+      return ACL_SUCCESS;
+    }
     try {
       step.run();
-    } catch (const VnpuError& error) {
-      return vnpu_fail(error.code, "virtual NPU: step %zu (%s) of graph %u: %s", i, step.name.c_str(), graph->id,
-                       error.what());
     } catch (const std::exception& error) {
-      return vnpu_fail(ACL_ERROR_RT_MODEL_EXECUTE, "virtual NPU: step %zu (%s) of graph %u: %s", i, step.name.c_str(),
-                       graph->id, error.what());
+      graph->running = false;
+      const auto* known = dynamic_cast<const VnpuError*>(&error);
+      return vnpu_fail(known != nullptr ? known->code : ACL_ERROR_RT_MODEL_EXECUTE,
+                       "virtual NPU: step %zu (%s) of graph %u: %s", i, step.name.c_str(), graph->id, error.what());
     }
   }
+  graph->running = false;
   return ACL_SUCCESS;
 }
 
@@ -60,9 +80,46 @@ void join(Stream* stream, Graph* graph) {
 
 int refuse_in_capture(const char* what) {
   if (open_graph == nullptr) return ACL_SUCCESS;
-  open_graph->invalid = true;
+  if (open_graph->invalid.empty()) open_graph->invalid = what;
   return vnpu_fail(VNPU_STREAM_CAPTURED,
                    "virtual NPU: %s is not permitted while a graph is being captured (a device refuses it too)", what);
+}
+
+void record_wait(Event* event) {
+  vnpu_record(nullptr, "aclrtStreamWaitEvent");
+  open_graph->steps.back().wait = event;
+}
+
+int resume(Event* event) {
+  if (waiting_count == 0) return ACL_SUCCESS;
+  std::vector<Waiting> ready;
+  {
+    std::lock_guard<std::mutex> lock(waiting_mutex);
+    for (size_t i = 0; i < waiting.size();) {
+      if (waiting[i].graph->steps[waiting[i].next].wait == event) {
+        ready.push_back(waiting[i]);
+        waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(i));
+      } else {
+        ++i;
+      }
+    }
+    waiting_count = static_cast<int>(waiting.size());
+  }
+  for (const Waiting& replay : ready)
+    if (const int code = run(replay.graph, replay.next, replay.stream); code != ACL_SUCCESS) return code;
+  return ACL_SUCCESS;
+}
+
+int refuse_behind_waiting_replay(const Stream* stream, const char* what) {
+  if (waiting_count == 0) return ACL_SUCCESS;
+  std::lock_guard<std::mutex> lock(waiting_mutex);
+  for (const Waiting& replay : waiting)
+    if (stream == nullptr || replay.stream == stream)
+      return vnpu_fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE,
+                       "virtual NPU: %s comes after the replay of graph %u, which waits for an external event that nobody "
+                       "recorded yet: record it (graph update) first",
+                       what, replay.graph->id);
+  return ACL_SUCCESS;
 }
 
 }  // namespace vnpu
@@ -75,16 +132,20 @@ bool vnpu_stream_capturing(const void* stream) {
 
 void vnpu_record(std::function<void()> replay, const char* name) {
   if (updating != nullptr) {
-    update_steps.push_back({std::move(replay), name});
+    update_steps.push_back({std::move(replay), name, nullptr});
     return;
   }
   if (open_graph == nullptr) vnpu_throw(VNPU_INTERNAL, "virtual NPU: %s recorded outside a capture", name);
   if (open_group != nullptr) open_group->steps.push_back(open_graph->steps.size());
-  open_graph->steps.push_back({std::move(replay), name});
+  open_graph->steps.push_back({std::move(replay), name, nullptr});
 }
 
 extern "C" {
 
+int vnpu_waiting() { return waiting_count.load(std::memory_order_relaxed); }
+int vnpu_refuse_waiting(const void* stream, const char* what) {
+  return vnpu::refuse_behind_waiting_replay(vnpu::stream_of(const_cast<void*>(stream)), what);
+}
 int vnpu_updating() { return updating != nullptr ? 1 : 0; }
 int vnpu_refuse(const char* what) { return vnpu::refuse_in_capture(what); }
 
@@ -102,7 +163,7 @@ aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode) {
 aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus* status, aclmdlRI* model) {
   Graph* graph = vnpu::stream_of(handle)->capture;
   *status = graph == nullptr ? ACL_MODEL_RI_CAPTURE_STATUS_NONE
-            : graph->invalid ? ACL_MODEL_RI_CAPTURE_STATUS_INVALIDATED
+            : !graph->invalid.empty() ? ACL_MODEL_RI_CAPTURE_STATUS_INVALIDATED
                              : ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE;
   *model = graph;
   return ACL_SUCCESS;
@@ -117,9 +178,9 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
   const bool in_group = open_group != nullptr;
   open_group = nullptr;
   close(graph);
-  if (graph->invalid)
-    return vnpu_fail(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED,
-                     "virtual NPU: the capture is invalid, because a call that a capture does not permit was made");
+  if (!graph->invalid.empty())
+    return vnpu_fail(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "virtual NPU: the capture is invalid after %s, which is not "
+                     "permitted while a graph is being captured", graph->invalid.c_str());
   if (in_group) return vnpu_fail(VNPU_INVALID_PARAM, "virtual NPU: the capture ended inside a task group");
   return ACL_SUCCESS;
 }
@@ -135,13 +196,24 @@ aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
   return ACL_SUCCESS;
 }
 
-aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream) {
+aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
+  vnpu::Stream* stream = vnpu::stream_of(handle);
+  Graph* graph = static_cast<Graph*>(model);
   if (open_graph != nullptr) return vnpu::refuse_in_capture("replaying a graph");
   if (updating != nullptr) return vnpu_fail(VNPU_INVALID_PARAM, "virtual NPU: a task update is still open");
-  return run(static_cast<Graph*>(model));
+  if (graph->running)
+    return vnpu_fail(ACL_ERROR_RT_MODEL_RUNNING, "virtual NPU: graph %u is still running: its last replay waits for an "
+                     "external event", graph->id);
+  if (const int code = vnpu::refuse_behind_waiting_replay(stream, "a replay"); code != ACL_SUCCESS) return code;
+  return run(graph, 0, stream);
 }
 
 aclError aclmdlRIDestroy(aclmdlRI model) {
+  {
+    std::lock_guard<std::mutex> lock(waiting_mutex);
+    std::erase_if(waiting, [model](const Waiting& replay) { return replay.graph == model; });
+    waiting_count = static_cast<int>(waiting.size());
+  }
   delete static_cast<Graph*>(model);
   return ACL_SUCCESS;
 }
@@ -179,7 +251,7 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream) {
   if (group == nullptr) return vnpu_fail(VNPU_INVALID_PARAM, "virtual NPU: no task update is open");
   std::vector<Step>& steps = group->graph->steps;
   std::vector<Step> old;
-  for (size_t index : group->steps) old.push_back({nullptr, steps[index].name});
+  for (size_t index : group->steps) old.push_back({nullptr, steps[index].name, nullptr});
   bool same = old.size() == fresh.size() && !old.empty();
   for (size_t i = 0; same && i < old.size(); ++i) same = old[i].name == fresh[i].name;
   if (!same)

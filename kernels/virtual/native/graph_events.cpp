@@ -1,6 +1,7 @@
 // Events as a graph capture sees them. A stream that waits for an event recorded inside a capture joins
 // that capture, as on a device. Events made outside may be waited for by steps of the graph only when
-// they are external events (torch.npu.ExternalEvent).
+// they are external events (torch.npu.ExternalEvent): a replay stops there until somebody records the event,
+// so a graph may be updated before or after its replay is asked for, as on a device.
 #include <acl/acl.h>
 
 #include "graph.h"
@@ -21,13 +22,14 @@ extern "C" {
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   vnpu::Event* event = event_of(handle);
   vnpu::Graph* graph = vnpu::stream_of(stream_handle)->capture;
-  if (graph != nullptr && (event->flags & ACL_EVENT_EXTERNAL) != 0) {
+  const bool external = (event->flags & ACL_EVENT_EXTERNAL) != 0;
+  if (graph != nullptr && external) {
     vnpu_record([event] { mark(event); }, "aclrtRecordEvent");
     return ACL_SUCCESS;
   }
   event->capture = graph;
   mark(event);
-  return ACL_SUCCESS;
+  return external ? vnpu::resume(event) : ACL_SUCCESS;
 }
 
 aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream_handle) {
@@ -45,13 +47,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   vnpu::Stream* stream = vnpu::stream_of(stream_handle);
   const bool external = (event->flags & ACL_EVENT_EXTERNAL) != 0;
   if (stream->capture != nullptr && external) {
-    vnpu_record(
-        [event] {
-          if (!event->recorded)
-            vnpu_throw(ACL_ERROR_RT_EVENT_NOT_COMPLETE,
-                       "the graph waits for an external event that nobody recorded: record it before the replay");
-        },
-        "aclrtStreamWaitEvent");
+    vnpu::record_wait(event);
     return ACL_SUCCESS;
   }
   vnpu::Graph* open = vnpu::capture_of_thread();

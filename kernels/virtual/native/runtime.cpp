@@ -213,6 +213,14 @@ aclError aclGetDeviceCapability(uint32_t id, aclDeviceInfo info, int64_t* value)
   }
 }
 
+// Virtual devices have no serial number: name and physical number, in the 16 bytes of a UUID.
+aclError aclrtDeviceGetUuid(int32_t id, aclrtUuid* uuid) {
+  if (vnpu::bad_device(id)) return vnpu::fail_device(id);
+  memset(uuid, 0, sizeof *uuid);
+  snprintf(reinterpret_cast<char*>(uuid->bytes), sizeof uuid->bytes, "virtual-npu-%02d", vnpu_physical_device(id));
+  return ACL_SUCCESS;
+}
+
 aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t device, int32_t peer) {
   if (vnpu::bad_device(device)) return vnpu::fail_device(device);
   if (vnpu::bad_device(peer)) return vnpu::fail_device(peer);

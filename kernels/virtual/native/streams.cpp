@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "state.h"
+#include "graph.h"
 
 namespace {
 
@@ -69,14 +69,18 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
   return ACL_SUCCESS;
 }
 
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) {
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
   vnpu::count_sync(Sync::kStream);
+  const int code = vnpu::refuse_behind_waiting_replay(vnpu::stream_of(stream), "waiting for the stream");
+  if (code != ACL_SUCCESS) return code;
   return vnpu::refuse_in_capture("synchronizing a stream");
 }
 aclError aclrtSynchronizeStream(aclrtStream stream) { return aclrtSynchronizeStreamWithTimeout(stream, -1); }
 
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
   vnpu::count_sync(Sync::kDevice);
+  const int code = vnpu::refuse_behind_waiting_replay(nullptr, "waiting for the device");
+  if (code != ACL_SUCCESS) return code;
   return vnpu::refuse_in_capture("synchronizing the device");
 }
 aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
