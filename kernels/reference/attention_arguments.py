@@ -21,6 +21,7 @@ NO_LIMIT = 2147483647
 MASK_SIDE = 2048
 MAX_GROUP = 64
 MAX_BLOCK = 512
+MAX_HEAD_SIZE = 512
 
 V1, V2 = "npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"
 
@@ -176,6 +177,13 @@ def _check_static(call: _Static) -> tuple[bool, int | None]:
     )
     require(call.inner_precise in (0, 1), op, f"inner_precise is {call.inner_precise}, allowed are 0 and 1")
     (_check_packed if call.table is None else _check_pages)(call)
+    value_size = call.value.shape[2] // (1 if call.table is None else call.key_heads)
+    for name, size in (("query", query.shape[2]), ("value", value_size)):
+        require(
+            size % 16 == 0 and 0 < size <= MAX_HEAD_SIZE,
+            op,
+            f"the head size of {name} is {size}, it must be a multiple of 16 up to {MAX_HEAD_SIZE}",
+        )
     return _check_sparsity(call)
 
 

@@ -57,6 +57,11 @@ WRONG_ATTENTION = {
     "another head size": ({"key": torch.randn(5, 16, 64)}, "head size of key is 32"),
     "another number of heads": ({"num_heads": 8}, "num_heads=8"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads 3"),
+    "a head size off the grid": (
+        {"query": torch.randn(3, 4, 8), "key": torch.randn(5, 16, 16), "value": torch.randn(5, 16, 16)},
+        "head size of query is 8",
+    ),
+    "a value size off the grid": ({"value": torch.randn(5, 16, 16)}, "head size of value is 8"),
     "an odd block size": ({"block_size": 15}, "block_size is 15"),
     "a block size that is not the page's": ({"block_size": 32}, "must be [5, 32"),
     "a long block table": (
