@@ -104,6 +104,7 @@ class EngineService(VllmEngineServicer):
         """How the engine is configured and how busy it is; the initial metadata tells its features."""
         await context.send_initial_metadata(self._headers)
         info = await super().GetServerInfo(request, context)
+        info.server_type = "vllm-grpc"
         info.active_requests = self.active
         info.uptime_seconds = time.time() - self.start_time
         info.last_receive_timestamp = self.last_request

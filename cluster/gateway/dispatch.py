@@ -73,8 +73,8 @@ class Dispatcher:
             # connection.
             logger.exception("request %s %s failed", scope["method"], scope["path"])
             if answer.status == 0:
-                error = HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, f"gateway fault: {type(fault).__name__}")
-                await respond(answer.send, error.status, error.body())
+                broken = HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, f"gateway fault: {type(fault).__name__}")
+                await respond(answer.send, broken.status, broken.body())
         finally:
             self._metrics.http_open.dec()
             path = scope["path"] if scope["path"] in _NAMED else "other"

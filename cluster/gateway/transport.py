@@ -128,6 +128,10 @@ class GrpcEngineCore:
         """vLLM's data-parallel wave bookkeeping; the engines do it themselves."""
         return False
 
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """Where KV events are published: each engine's service tells its own."""
+        return {}
+
     def __getattr__(self, name: str) -> Any:
         """Administrative calls (sleep, LoRA, cache resets ...) concern one engine, and the gateway has
         many."""
@@ -180,4 +184,6 @@ class GrpcEngineCore:
         return self._settings.token_gap_timeout if job.tokens else self._settings.first_token_timeout
 
 
-_ADMIN = frozenset({"prepare_elastic_ep", "commit_elastic_ep", "handle_fault", "get_status"})
+_ADMIN = frozenset(
+    {"prepare_elastic_ep", "commit_elastic_ep", "handle_fault", "get_status"}
+)
