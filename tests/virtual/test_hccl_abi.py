@@ -84,7 +84,8 @@ def test_dead_rank_is_named_and_the_communicator_stays_failed() -> None:
     assert outcomes[1].value is None
     for outcome in (outcomes[0], outcomes[2]):
         (first, again), state = outcome.value
-        assert first[0] == again[0] == state == REMOTE
+        assert first[0] == again[0] == REMOTE
+        assert state == 0  # the calls have told; an error here would make torch_npu end the process
         assert re.search(r"rank 1 \(pid \d+\) died during HcclAllReduce on communicator hccl_", first[1])
         assert "the communicator has failed: rank 1" in again[1]
 
