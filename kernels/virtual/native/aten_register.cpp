@@ -88,7 +88,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : op(op), name(toString(op.operato
     mutates |= argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     const std::string type = argument.type()->str();
     if (type.rfind("Generator", 0) == 0) generator = static_cast<int>(i);
-    if (reference && argument.name() == "out" && type == "List[Tensor]") out_list = static_cast<int>(i);
+    if (reference && argument.name() == "out" && type == "Tensor[]") out_list = static_cast<int>(i);
   }
   only_writes = mutates;
   for (const c10::Argument& result : schema.returns()) {
