@@ -159,25 +159,26 @@ class _Fleet:
     stop: _Stop
     ray: local.LocalRay | None = None
     record: Path | None = None
+    folder: Path | None = None  # of our own Ray cluster
     connected: bool = False
 
     def start(self, target: Target, address: str | None) -> None:
         """Bring everything up, and return when every model can answer."""
         say = self.console.say
         config = self.config
-        folder = None if address else local.make_folder()
-        self.record = runs.record(_run(config, folder))
+        self.folder = None if address else local.make_folder()
+        self.record = runs.record(_run(config, self.folder))
         models = ", ".join(f"{m.name} ({m.engines} x {m.tensor_parallel_size} NPU)" for m in config.models)
         say(f"fleet {config.name}: {models}")
         if address:
             _connect(address)
             say(f"connected to the Ray cluster at {address}; device: {config.device}")
         else:
-            assert target.device is not None and folder is not None
+            assert target.device is not None and self.folder is not None
             say(f"device: {target.device}")
             if config.npus > target.device.count:
                 raise StartFailed(f"{config.npus} NPUs are asked for, {target.device} are here")
-            self.ray = local.start(target.device, folder)
+            self.ray = local.start(target.device, self.folder)
             say(f"Ray is up; logs in {self.ray.logs}")
         self.connected = True
         self.stop.listen()
@@ -231,6 +232,8 @@ class _Fleet:
             clean = not stubborn
             if keep_logs:
                 self.console.say(f"logs are kept in {self.ray.logs}")
+        elif self.folder is not None:
+            local.remove_folder(self.folder)
         if self.record is not None:
             self.record.unlink(missing_ok=True)
         self.console.say("stopped" if clean else "stopped, not cleanly")

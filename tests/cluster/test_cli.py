@@ -113,10 +113,14 @@ def test_an_engine_larger_than_the_machine_is_refused_before_ray(
     virtual: None, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "start", lambda *given: pytest.fail("Ray must not start"))
+    made: list[Path] = []
+    make = local.make_folder
+    monkeypatch.setattr(local, "make_folder", lambda: made.append(make()) or made[-1])
     ports = ("--port", "0", "--grpc-port", "0", "--metrics-port", "0")
     assert cli.main(["serve", str(checkpoint), "--replicas", "3", "--tensor-parallel", "4", *ports]) == 1
     assert "12 NPUs are asked for, 8 virtual NPUs Ascend910B3 are here" in capsys.readouterr().err
     assert runs.all_running() == []
+    assert made and not made[0].exists()
 
 
 def run_of(pid: int, folder: Path | None = None, name: str = "f") -> runs.Run:

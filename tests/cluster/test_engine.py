@@ -1,0 +1,227 @@
+"""One engine's life without Ray and without a model: start, failure at each step, death, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+import pytest
+from npufleet.cluster.config import ModelConfig
+from npufleet.cluster.engine import build, orphan, phases, replica
+from npufleet.cluster.engine.phases import PhaseListener, StartPhase
+from npufleet.cluster.engine.replica import Engine
+from npufleet.cluster.placement.plan import Bundle, Plan
+
+FLEET = {
+    "device": "virtual",
+    "models": [{"name": "org/m 1", "source": "/m", "engine": {"tensor_parallel_size": 2}}],
+}
+
+
+class Controller:
+    """A controller handle that answers `place` as scripted and remembers every call."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def remote(*args: Any) -> Any:
+            self.calls.append((name, args))
+            return self.answers.pop(0) if name == "place" else None
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+    def said(self, name: str) -> list[tuple[Any, ...]]:
+        return [args for called, args in self.calls if called == name]
+
+
+class FakeLLM:
+    """What the engine needs of AsyncLLM."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.stopped = False
+
+    async def check_health(self) -> None:
+        if self.errored:
+            raise RuntimeError("dead")
+
+    def shutdown(self) -> None:
+        self.stopped = True
+
+
+class FakeServer:
+    """What the engine needs of its gRPC server."""
+
+    address = "127.0.0.1:5"
+
+    def __init__(self) -> None:
+        self.drained = False
+
+    async def drain(self, deadline_s: float) -> int:
+        self.drained = True
+        return 0
+
+    async def stop(self) -> None:
+        pass
+
+
+class World:
+    """Everything around an engine, faked; and what happened to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups: list[str] = []
+        self.llm = FakeLLM()
+        self.server = FakeServer()
+        self.exits: list[int] = []
+        self.exited = asyncio.Event()
+        monkeypatch.setattr(replica.placement_group, "create", self._create)
+        monkeypatch.setattr(replica.placement_group, "remove", self.groups.remove)
+        monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+        context = type("Context", (), {"get_node_id": staticmethod(lambda: "n0")})
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        monkeypatch.setattr("npufleet.cluster.engine.service.serve_engine", self._serve)
+        monkeypatch.setattr(replica, "EngineInfo", lambda *labels: None)
+        monkeypatch.setattr(replica.os, "_exit", self._exit)
+        for name in ("WATCH_S", "LAST_WORDS_S"):
+            monkeypatch.setattr(replica, name, 0.01)
+
+    def _exit(self, code: int) -> None:
+        self.exits.append(code)
+        self.exited.set()
+
+    async def _create(self, plan: Plan, seconds: float) -> str:
+        self.groups.append(plan.engine_id)
+        return plan.engine_id
+
+    async def _serve(self, llm: Any, host: str, port: int) -> FakeServer:
+        return self.server
+
+    async def factory(self, model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
+        assert [bundle.node_id for bundle in plan.bundles] == ["n0", "n0"]
+        return self.llm
+
+    async def start(self, controller: Controller, factory: Any = None) -> Engine:
+        engine = Engine.__new__(Engine)
+        await engine.__init__(FLEET, "org/m 1", controller, factory or self.factory)  # type: ignore[misc,arg-type]
+        return engine
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+ROOM = {"nodes": ["n0", "n0"], "device": "virtual npu X"}
+
+
+async def test_a_start_registers_and_a_stop_gives_everything_back(world: World) -> None:
+    controller = Controller({"refused": "full", "never": False}, ROOM)
+    engine = await world.start(controller)
+    (endpoint,) = controller.said("heartbeat")[0]
+    assert endpoint["state"] == "ready"
+    assert (endpoint["device"], endpoint["address"], endpoint["model"]) == (
+        "virtual npu X",
+        "127.0.0.1:5",
+        "org/m 1",
+    )
+    assert endpoint["metrics_url"].startswith("http://127.0.0.1:")
+    assert " " not in engine.engine_id and "/" not in engine.engine_id
+    details = [(args[2], args[3]) for args in controller.said("report")]
+    assert details[:2] == [("placing", ""), ("placing", "full")]
+    assert details[-1] == ("ready", "")
+    assert set(controller.said("report")[-1][4]) == {"placing", "loading"}
+    await engine.check_health()
+    await engine.__del__()
+    assert controller.said("heartbeat")[-1][0]["state"] == "draining"
+    assert controller.calls[-1] == ("unregister", (engine.engine_id,))
+    assert (world.server.drained, world.llm.stopped, world.groups) == (True, True, [])
+
+
+async def test_a_request_that_never_fits_fails_at_once(world: World) -> None:
+    controller = Controller({"refused": "too large", "never": True})
+    with pytest.raises(RuntimeError, match="too large"):
+        await world.start(controller)
+    assert controller.said("report")[-1][2] == "failed"
+    assert "too large" in controller.said("report")[-1][3]
+
+
+async def test_a_failed_load_gives_the_npus_back_and_says_why(world: World) -> None:
+    async def broken(model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
+        assert world.groups
+        raise ValueError("no such checkpoint")
+
+    controller = Controller(ROOM)
+    with pytest.raises(ValueError, match="no such checkpoint"):
+        await world.start(controller, broken)
+    assert world.groups == []
+    assert controller.said("report")[-1][2:4] == ("failed", "ValueError: no such checkpoint")
+
+
+async def test_a_dead_core_ends_the_process(world: World) -> None:
+    controller = Controller(ROOM)
+    engine = await world.start(controller)
+    world.llm.errored = True
+    await asyncio.wait_for(world.exited.wait(), 60)
+    assert world.exits == [1]
+    assert controller.said("unregister") == [(engine.engine_id,)]
+    with pytest.raises(RuntimeError, match="engine core or one of its workers died"):
+        await engine.check_health()
+
+
+def test_phases_reach_the_parent_and_nobody_is_no_error() -> None:
+    phases.announce(StartPhase.WORKERS)  # our parent does not listen
+    listener = PhaseListener()
+    code = "from npufleet.cluster.engine.phases import *; [announce(phase) for phase in StartPhase]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert [listener.poll(), listener.poll(), listener.poll()] == [StartPhase.WORKERS, StartPhase.CACHE, None]
+    listener.close()
+
+
+def _child(pipe: Any) -> None:
+    orphan.die_with_parent()
+    pipe.send(os.getpid())
+    time.sleep(600)
+
+
+def _parent(pipe: Any) -> None:
+    multiprocessing.get_context("spawn").Process(target=_child, args=(pipe,)).start()
+    time.sleep(600)
+
+
+def test_the_core_dies_with_its_engine() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    parent = multiprocessing.get_context("spawn").Process(target=_parent, args=(theirs,))
+    parent.start()
+    assert ours.poll(120)
+    core = psutil.Process(ours.recv())
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    core.wait(timeout=60)
+    assert not core.is_running()
+
+
+def test_the_environment_that_vllm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "RAY_ADDRESS",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_RAY_BUNDLE_INDICES",
+        "VLLM_DO_NOT_TRACK",
+    ):
+        monkeypatch.setenv(name, "")  # so that they are put back afterwards
+    context = type("Context", (), {"gcs_address": "10.0.0.1:6379"})
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    plan = Plan(engine_id="e", bundles=tuple(Bundle(rank=rank, node_id="n") for rank in range(3)))
+    build.prepare_environment(plan)
+    assert os.environ["RAY_ADDRESS"] == "10.0.0.1:6379"
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert os.environ["VLLM_RAY_BUNDLE_INDICES"] == "0,1,2"
