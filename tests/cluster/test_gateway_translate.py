@@ -65,8 +65,8 @@ def test_a_call_streams_unless_only_the_whole_matters(
 def test_fields_of_the_message() -> None:
     params = SamplingParams(
         temperature=0.5, top_p=0.25, top_k=-1, min_p=0.5, max_tokens=7, min_tokens=2, seed=-5,
-        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={4: -1.5},
-        stop_token_ids=[5], n=3,
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5,
+        logit_bias={4: -1.5}, stop_token_ids=[5], n=3,
     )  # fmt: skip
     request = core_request(params, data_parallel_rank=2, trace_headers={"Traceparent": "t"})
     outgoing = from_core_request(request)
