@@ -103,7 +103,7 @@ def _flash(
     return output.to(query.dtype), scores.logsumexp(-1)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def _band_mask(rows: int, keys: int, window: int | None) -> torch.Tensor:
     """The additive mask [rows, keys] of the last ``rows`` of ``keys`` positions: no later key, no key before
     the window.
@@ -162,7 +162,7 @@ def _attend_request(
 class _SinglePlan:
     """Which rows of the cache a padded batch of single-token requests reads. b requests, S keys each."""
 
-    rows: torch.Tensor  # int64 [b, Nk · S] into the cache seen as [tokens · Nk, D], key head by key head
+    rows: torch.Tensor  # int32 [b, Nk · S] into the cache seen as [tokens · Nk, D], key head by key head
     mask: torch.Tensor  # float32 [b · Nk, 1, S], −inf where a request has fewer than S keys
     longest: int  # S
 
@@ -184,7 +184,8 @@ def _plan_singles(
     block = blocks.gather(1, position // block_size).long()
     _check_blocks(block, tokens // block_size)
     slots = block * block_size + position % block_size
-    rows = slots[:, None, :] * key_heads + torch.arange(key_heads)[None, :, None]
+    assert tokens * key_heads < 2**31
+    rows = (slots[:, None, :] * key_heads + torch.arange(key_heads)[None, :, None]).int()
     mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
     mask = mask.repeat_interleave(key_heads, 0).unsqueeze(1)
     return _SinglePlan(rows=rows.view(len(lengths), -1), mask=mask, longest=longest)
