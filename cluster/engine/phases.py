@@ -1,15 +1,19 @@
-"""How the engine-core process tells its engine how far the start has come.
+"""What the engine-core process tells its engine during the start.
 
 vLLM builds workers, weights and KV cache in a child process and says nothing until all is done. Our executor,
-which runs there, announces each phase on a datagram socket named after its parent. The name lives in Linux's
-abstract socket namespace, so nothing is left in the file system however the processes end.
+which runs there, announces each phase on a datagram socket named after its parent, and at last the shared
+memory that must not outlive the engine. The socket's name lies in Linux's abstract namespace, so nothing is
+left in the file system however the processes end.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from enum import StrEnum
+
+_SHARED = "shared:"
 
 
 class StartPhase(StrEnum):
@@ -25,9 +29,18 @@ def _address(pid: int) -> bytes:
 
 def announce(phase: StartPhase) -> None:
     """Tell the parent process; without a listener there (a test, a debugger) nothing happens."""
+    _send(phase)
+
+
+def announce_shared(paths: Iterable[str]) -> None:
+    """Tell the parent process which shared memory the engine's processes use."""
+    _send(_SHARED + "\n".join(paths))
+
+
+def _send(text: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         try:
-            sender.sendto(phase.encode(), _address(os.getppid()))
+            sender.sendto(text.encode(), _address(os.getppid()))
         except OSError:
             return
 
@@ -36,16 +49,22 @@ class PhaseListener:
     """Receives what the child process announces."""
 
     def __init__(self) -> None:
+        self.shared: list[str] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_address(os.getpid()))
         self._socket.setblocking(False)
 
     def poll(self) -> StartPhase | None:
-        """Return the next phase that was announced, None if there is none yet."""
-        try:
-            return StartPhase(self._socket.recv(64).decode())
-        except BlockingIOError:
-            return None
+        """Return the next phase that was announced, None if there is none yet; fills ``shared`` on the way.
+        """
+        while True:
+            try:
+                text = self._socket.recv(1 << 16).decode()
+            except BlockingIOError:
+                return None
+            if not text.startswith(_SHARED):
+                return StartPhase(text)
+            self.shared = text.removeprefix(_SHARED).split()
 
     def close(self) -> None:
         """Give the name back."""

@@ -25,6 +25,7 @@ from ..endpoints import EngineEndpoint, EngineState
 from ..metrics import exporter
 from ..placement import group as placement_group
 from ..placement.plan import Bundle, Plan
+from . import orphan
 from .client import ControllerClient
 from .phases import PhaseListener
 from .series import EngineInfo
@@ -62,6 +63,7 @@ class Engine:
         self._group: Any = None
         self._llm: Any = None
         self._server: Any = None
+        self._shared: list[str] = []  # shared memory of the engine's processes
         try:
             await self._start(config.metrics.host, factory)
         except BaseException as error:
@@ -82,6 +84,8 @@ class Engine:
             self._llm = await (factory or _default_factory())(self.config, plan, self._group)
         finally:
             follower.cancel()
+            listener.poll()  # the last word is what the processes share
+            self._shared = listener.shared
             listener.close()
         from .service import serve_engine
 
@@ -155,6 +159,7 @@ class Engine:
         logger.error("engine %s: %s; ending it so that a new one takes its place", self.engine_id, self.dead)
         await self._controller.unregister()
         await asyncio.sleep(LAST_WORDS_S)
+        orphan.remove(self._shared)
         os._exit(1)  # no way back: exit handlers would wait for the dead
 
     async def check_health(self) -> None:
@@ -188,6 +193,7 @@ class Engine:
             with contextlib.suppress(ConnectionError):  # Ray itself may be gone already
                 await asyncio.to_thread(placement_group.remove, self._group)
             self._group = None
+        orphan.remove(self._shared)
 
 
 def _default_factory() -> Factory:

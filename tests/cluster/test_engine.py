@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -180,26 +182,41 @@ async def test_a_dead_core_ends_the_process(world: World) -> None:
 def test_phases_reach_the_parent_and_nobody_is_no_error() -> None:
     phases.announce(StartPhase.WORKERS)  # our parent does not listen
     listener = PhaseListener()
-    code = "from npufleet.cluster.engine.phases import *; [announce(phase) for phase in StartPhase]"
+    code = "from npufleet.cluster.engine.phases import *; [announce(phase) for phase in StartPhase];"
+    code += "announce_shared(['/dev/shm/a', '/dev/shm/b'])"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert [listener.poll(), listener.poll(), listener.poll()] == [StartPhase.WORKERS, StartPhase.CACHE, None]
+    assert [listener.poll(), listener.poll()] == [StartPhase.WORKERS, StartPhase.CACHE]
+    assert listener.poll() is None
+    assert listener.shared == ["/dev/shm/a", "/dev/shm/b"]
     listener.close()
 
 
-def _child(pipe: Any) -> None:
-    orphan.die_with_parent()
+def test_named_shared_memory_is_seen_and_removed() -> None:
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    path = f"/dev/shm/{memory.name}"
+    assert path in orphan.shared_memory()
+    orphan.remove([path, path])
+    assert path not in orphan.shared_memory()
+    memory.buf[0] = 1  # what has it mapped keeps it
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+    memory.close()
+
+
+def _child(pipe: Any, marker: Path) -> None:
+    orphan.die_with_parent(marker.touch)
     pipe.send(os.getpid())
     time.sleep(600)
 
 
-def _parent(pipe: Any) -> None:
-    multiprocessing.get_context("spawn").Process(target=_child, args=(pipe,)).start()
+def _parent(pipe: Any, marker: Path) -> None:
+    multiprocessing.get_context("spawn").Process(target=_child, args=(pipe, marker)).start()
     time.sleep(600)
 
 
-def test_the_core_dies_with_its_engine() -> None:
+def test_the_core_dies_with_its_engine(tmp_path: Path) -> None:
+    marker = tmp_path / "last-act"
     ours, theirs = multiprocessing.Pipe()
-    parent = multiprocessing.get_context("spawn").Process(target=_parent, args=(theirs,))
+    parent = multiprocessing.get_context("spawn").Process(target=_parent, args=(theirs, marker))
     parent.start()
     assert ours.poll(120)
     core = psutil.Process(ours.recv())
@@ -208,6 +225,7 @@ def test_the_core_dies_with_its_engine() -> None:
     parent.join()
     core.wait(timeout=60)
     assert not core.is_running()
+    assert marker.exists()
 
 
 def test_the_environment_that_vllm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
