@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,26 @@ def test_bad_calls_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "soon")
     with pytest.raises(HcclError, match=r"HCCL_CONNECT_TIMEOUT must be a whole number of seconds.*'soon'"):
         hccl.join(1, hccl.root_info(), 0)
+
+
+def _destroy_while_waiting(me: Rank) -> Any:
+    comm = me.join()
+    if me.rank == 0:
+        threading.Timer(0.5, lambda: me.hccl.CommDestroy(comm)).start()
+        sum_of_ranks(me, comm)
+
+
+def test_destroying_ends_a_wait_of_another_thread() -> None:
+    error = launch(_destroy_while_waiting, 2)[0].error
+    assert error is not None and "the communicator was destroyed meanwhile" in error
+
+
+def test_many_absent_ranks_are_not_all_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "1")
+    hccl = Hccl()
+    with pytest.raises(HcclError, match=r"rank 0 \(has not joined\).*and others") as caught:
+        hccl.join(128, hccl.root_info(), 127)
+    assert caught.value.code == TIMEOUT and "rank 100" not in str(caught.value)
 
 
 def _maps() -> str:

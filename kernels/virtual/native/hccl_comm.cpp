@@ -16,6 +16,7 @@ constexpr double kSpinSeconds = 20e-6;
 constexpr int kYields = 4;
 constexpr int kSleepMilliseconds = 100;
 constexpr double kPeerCheckSeconds = 0.25;
+constexpr int kNamed = 8;  // ranks that a message lists
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -62,12 +63,15 @@ void* hccl_register(std::shared_ptr<Comm> comm) {
 }
 
 bool hccl_unregister(void* handle) {
-  std::shared_ptr<Comm> last;  // destroyed after the lock is released
-  std::lock_guard<std::mutex> lock(g_comms_lock);
-  auto it = comms().find(handle);
-  if (it == comms().end()) return false;
-  last = std::move(it->second);
-  comms().erase(it);
+  std::shared_ptr<Comm> comm;
+  {
+    std::lock_guard<std::mutex> lock(g_comms_lock);
+    auto it = comms().find(handle);
+    if (it == comms().end()) return false;
+    comm = std::move(it->second);
+    comms().erase(it);
+  }
+  comm->close();
   return true;
 }
 
@@ -122,6 +126,12 @@ Comm::~Comm() {
   // Whoever waits for this rank should notice now, not at the next look round.
   segment_.header().barrier.ring();
   for (uint32_t r = 0; r < ranks(); ++r) segment_.rank(r).p2p.ring();
+}
+
+void Comm::close() {
+  closed_.store(true);
+  segment_.header().barrier.ring();
+  segment_.rank(rank_).p2p.ring();
 }
 
 int Comm::failure() {
@@ -180,6 +190,7 @@ void Comm::wait(uint32_t op, Bell& bell, double limit, const std::function<bool(
     uint32_t seen = bell.count.load();
     if (ready()) return;
     check_usable(op);
+    if (closed_.load()) vnpu_throw(HCCL_UNAVAIL, "%s: the communicator was destroyed meanwhile", where(op).c_str());
     double now = now_seconds();
     bool late = limit > 0 && now - start > limit;
     if (now >= next_check || late) {
@@ -212,8 +223,13 @@ void Comm::time_out(uint32_t op, double limit, const std::function<bool(uint32_t
   std::string text = where(op) + " was not finished within " + std::to_string(static_cast<long>(limit)) + " s (" +
                      (op == kInit || op == kSubInit ? "HCCL_CONNECT_TIMEOUT" : "HCCL_EXEC_TIMEOUT") + "); not arrived:";
   const char* separator = " ";
+  int named = 0;
   for (uint32_t r = 0; r < ranks(); ++r) {
     if (r == rank_ || !awaited(r)) continue;
+    if (++named > kNamed) {
+      text += ", and others";
+      break;
+    }
     RankBlock& block = segment_.rank(r);
     text += separator + who(r);
     if (block.state.load() == kJoined && op != kInit)
@@ -226,13 +242,12 @@ void Comm::time_out(uint32_t op, double limit, const std::function<bool(uint32_t
 void Comm::barrier(uint32_t op) {
   SegmentHeader& header = segment_.header();
   uint64_t target = ++barriers_;
+  // Arriving is one atomic step, so a rank that dies has either arrived or not. Its own mark comes later and
+  // only says whom to blame.
+  bool last = header.arrivals.fetch_add(1) + 1 == target * ranks();
   segment_.rank(rank_).arrived.store(target);
-  if (header.arrivals.fetch_add(1) + 1 == target * ranks()) {
-    header.passed.store(target);
-    header.barrier.ring();
-    return;
-  }
+  if (last) return header.barrier.ring();
   wait(
-      op, header.barrier, exec_timeout_, [&] { return header.passed.load() >= target; },
+      op, header.barrier, exec_timeout_, [&] { return header.arrivals.load() >= target * ranks(); },
       [&](uint32_t r) { return segment_.rank(r).arrived.load() < target; });
 }

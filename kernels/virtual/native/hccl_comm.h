@@ -46,6 +46,8 @@ class Comm {
   uint32_t ranks() const { return segment_.ranks(); }
   const std::string& name() const { return name_; }
   Segment& segment() { return segment_; }
+  // Ends waits of other threads of this process: the handle has been destroyed.
+  void close();
   // 0, or the code with which the communicator failed, here or on another rank.
   int failure();
 
@@ -87,11 +89,13 @@ class Comm {
   std::string name_;
   double exec_timeout_;
   uint64_t barriers_ = 0;
+  std::atomic<bool> closed_{false};
 };
 
 // Finds the communicator behind a handle, nullptr when there is none (any more).
 std::shared_ptr<Comm> hccl_comm(void* handle);
 void* hccl_register(std::shared_ptr<Comm> comm);
+// Forgets the handle; false when there is none such.
 bool hccl_unregister(void* handle);
 
 // A limit in seconds from the environment; throws VnpuError for anything but a whole number.

@@ -33,7 +33,8 @@ std::map<uint64_t, int>& founded() {  // nonce -> descriptor, of segments that n
 
 size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-std::string boot_id() {
+// Where a pid means what it means here.
+std::string host_id() {
   char text[64] = "";
   FILE* file = fopen("/proc/sys/kernel/random/boot_id", "re");
   if (file != nullptr) {
@@ -41,7 +42,9 @@ std::string boot_id() {
     fclose(file);
   }
   text[strcspn(text, "\n")] = '\0';
-  return text;
+  struct stat space = {};
+  stat("/proc/self/ns/pid", &space);
+  return std::string(text) + ":" + std::to_string(space.st_ino);
 }
 
 int take_founded(uint64_t nonce) {
@@ -54,9 +57,10 @@ int take_founded(uint64_t nonce) {
 }
 
 int open_foreign(const RootInfo& root) {
-  if (boot_id() != root.host)
+  if (host_id() != root.host)
     vnpu_throw(HCCL_NOT_SUPPORT,
-               "HCCL on virtual NPUs joins processes of one machine only; the root rank runs on another one");
+               "HCCL on virtual NPUs joins processes of one machine (and one container) only; the root rank runs "
+               "elsewhere");
   if (!process_alive(root.pid, root.start_time))
     vnpu_throw(HCCL_REMOTE, "the process that founded the communicator (pid %d) is gone", root.pid);
   char path[64];
@@ -120,7 +124,7 @@ RootInfo Segment::found() {
     vnpu_throw(HCCL_SYSCALL, "getrandom: %s", strerror(errno));
   root.pid = getpid();
   root.start_time = process_start_time(root.pid);
-  snprintf(root.host, sizeof root.host, "%s", boot_id().c_str());
+  snprintf(root.host, sizeof root.host, "%s", host_id().c_str());
   root.fd = memfd_create("vnpu-hccl", MFD_CLOEXEC);
   if (root.fd < 0) vnpu_throw(HCCL_SYSCALL, "memfd_create: %s", strerror(errno));
   void* page = MAP_FAILED;

@@ -40,7 +40,7 @@ struct RootInfo {
   int32_t pid;
   int32_t fd;
   uint64_t start_time;  // of the process, clock ticks since boot: tells a reused pid from the old one
-  char host[64];        // boot id of the machine
+  char host[64];        // machine and pid namespace
 };
 static_assert(sizeof(RootInfo) <= HCCL_ROOT_INFO_SIZE, "travels in HcclRootInfo");
 
@@ -68,7 +68,6 @@ struct SegmentHeader {
   std::atomic<uint32_t> joined;
   Bell join;
   alignas(64) std::atomic<uint64_t> arrivals;  // at all barriers, by all ranks
-  alignas(64) std::atomic<uint64_t> passed;    // barriers completed
   Bell barrier;
   alignas(64) std::atomic<uint32_t> failed;    // 0 no, 1 being written, 2 yes
   int32_t failure_code;
