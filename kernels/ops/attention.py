@@ -8,6 +8,7 @@ Layout TND serves decode too: in the batched layouts the operator ignores a wind
 token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -127,11 +128,21 @@ class CapturedAttention:
         """Give the task the lengths of the next replay and open its gate; once before each replay, on
         ``stream``.
         """
-        with torch.npu.stream(stream):
-            torch.npu.graph_task_update_begin(stream, self.handle)
-            self.call.launch(query_ends, kv_lens)
+        update_all([self], stream, query_ends, kv_lens)
+
+
+def update_all(
+    captured: Iterable[CapturedAttention], stream: Any, query_ends: list[int], kv_lens: list[int]
+) -> None:
+    """:meth:`CapturedAttention.update` of all layers of a step, which have the same lengths. ``stream`` is
+    made current once, because switching costs more than an update.
+    """
+    with torch.npu.stream(stream):
+        for one in captured:
+            torch.npu.graph_task_update_begin(stream, one.handle)
+            one.call.launch(query_ends, kv_lens)
             torch.npu.graph_task_update_end(stream)
-            self.gate.record(stream)
+            one.gate.record(stream)
 
 
 def _weak(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from npufleet.kernels.ops.attention import CapturedAttention, PagedAttentionCall
+from npufleet.kernels.ops.attention import CapturedAttention, PagedAttentionCall, update_all
 
 Workspaces = dict[tuple[Any, ...], torch.Tensor]
 
@@ -32,8 +32,7 @@ class CapturedStep:
         """Give all calls the lengths of the next replay, on ``stream``. All layers of a step have the same
         ones.
         """
-        for call in self._calls:
-            call.update(stream, query_ends, kv_lens)
+        update_all(self._calls, stream, query_ends, kv_lens)
 
     def _with_workspace(
         self, call: PagedAttentionCall, query_ends: list[int], kv_lens: list[int]
