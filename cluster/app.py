@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 CONTROLLER = "Controller"
 ROUTER = "Router"
 
+START_TRIES = 3  # a wrong checkpoint or setting fails each time: say so instead of trying for ever
+
 _CALLS = 10_000  # long polls and heartbeats of a large fleet are all open calls of the controller
 
 
@@ -62,6 +64,7 @@ def _deployment(kind: type, name: str, **options: Any) -> Any:
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": 10.0,
         "ray_actor_options": {"num_cpus": 0},
+        "max_constructor_retry_count": START_TRIES,
     }
     made: Any = serve.deployment(kind)
     return made.options(**{**settings, **options})

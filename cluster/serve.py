@@ -22,7 +22,7 @@ from .config import FleetConfig
 from .status import how_to_talk, progress_line
 from .targets import Target, resolve
 
-POLL_S = 0.25
+POLL_S = 0.5
 APPLICATION = "npufleet"
 
 

@@ -7,6 +7,7 @@ process's environment, so they are set here for the whole process.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,12 @@ async def start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncL
     """
     prepare_environment(plan)
     return await asyncio.to_thread(_start, model, group)
+
+
+def preload() -> None:
+    """Import what :func:`start` needs, which takes seconds, while something else is waited for."""
+    for module in ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm", f"{__package__}.executor"):
+        importlib.import_module(module)
 
 
 def prepare_environment(plan: Plan) -> None:

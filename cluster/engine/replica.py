@@ -26,6 +26,7 @@ from ..metrics import exporter
 from ..placement import group as placement_group
 from ..placement.plan import Bundle, Plan
 from . import orphan
+from .build import preload, start
 from .client import ControllerClient
 from .phases import PhaseListener
 from .series import EngineInfo
@@ -60,6 +61,7 @@ class Engine:
         self._controller = ControllerClient(controller, self.engine_id, model)
         self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
+        self._step = "core"  # of the loading phase: first the engine core's own process
         self._group: Any = None
         self._llm: Any = None
         self._server: Any = None
@@ -74,14 +76,16 @@ class Engine:
     async def _start(self, metrics_host: str, factory: Factory | None) -> None:
         import ray
 
+        importing = asyncio.create_task(asyncio.to_thread((lambda: None) if factory else preload))
         await self._controller.report(Phase.PLACING, "", self._seconds)
         plan, device = await self._place()
         self._group = await placement_group.create(plan, GROUP_TIMEOUT_S)
         self._phase_done(Phase.PLACING)
+        await importing
         listener = PhaseListener()
         follower = asyncio.create_task(self._follow(listener))
         try:
-            self._llm = await (factory or _default_factory())(self.config, plan, self._group)
+            self._llm = await (factory or start)(self.config, plan, self._group)
         finally:
             follower.cancel()
             listener.poll()  # the last word is what the processes share
@@ -103,7 +107,7 @@ class Engine:
             node_id=ray.get_runtime_context().get_node_id(),
         )
         await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
-        self._phase_done(Phase.LOADING)
+        self._phase_done(self._step)
         await self._controller.report(Phase.READY, "", self._seconds)
         self._tasks = [
             asyncio.create_task(self._heartbeats(), name="engine heartbeats"),
@@ -131,16 +135,15 @@ class Engine:
 
     async def _follow(self, listener: PhaseListener) -> None:
         """Report what the engine core announces of its start."""
-        current: str = "core"
         while True:
-            await self._controller.report(Phase.LOADING, current, self._seconds)
-            current = await self._next_phase(listener, current)
+            await self._controller.report(Phase.LOADING, self._step, self._seconds)
+            self._step = await self._next_step(listener)
 
-    async def _next_phase(self, listener: PhaseListener, current: str) -> str:
+    async def _next_step(self, listener: PhaseListener) -> str:
         while True:
             phase = listener.poll()
             if phase is not None:
-                self._phase_done(current)
+                self._phase_done(self._step)
                 return phase
             await asyncio.sleep(WATCH_S)
 
@@ -194,12 +197,6 @@ class Engine:
                 await asyncio.to_thread(placement_group.remove, self._group)
             self._group = None
         orphan.remove(self._shared)
-
-
-def _default_factory() -> Factory:
-    from .build import start
-
-    return start
 
 
 def _slug(name: str) -> str:

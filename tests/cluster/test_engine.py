@@ -140,7 +140,7 @@ async def test_a_start_registers_and_a_stop_gives_everything_back(world: World) 
     details = [(args[2], args[3]) for args in controller.said("report")]
     assert details[:2] == [("placing", ""), ("placing", "full")]
     assert details[-1] == ("ready", "")
-    assert set(controller.said("report")[-1][4]) == {"placing", "loading"}
+    assert set(controller.said("report")[-1][4]) == {"placing", "core"}
     await engine.check_health()
     await engine.__del__()
     assert controller.said("heartbeat")[-1][0]["state"] == "draining"
