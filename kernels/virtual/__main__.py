@@ -13,9 +13,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 done, 1 refused or failed, with the reason on stderr)."""
     parser = argparse.ArgumentParser(prog="python -m npufleet.kernels.virtual", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    enable = commands.add_parser("enable", help="build the virtual NPU and put it into this Python environment")
+    enable = commands.add_parser("enable", help="build it and put it into this environment")
     enable.add_argument("--force", action="store_true", help="also where real CANN is installed")
-    commands.add_parser("disable", help="remove it from this Python environment")
+    commands.add_parser("disable", help="remove it from this environment")
     commands.add_parser("status", help="print whether it is enabled, its build and the device setting")
     options = parser.parse_args(arguments)
     try:

@@ -19,25 +19,28 @@ from .build import KERNELS, RUNTIME, installed
 _libraries: list[ctypes.CDLL] = []
 _kernels_path = ""
 _kernels: ctypes.CDLL | None = None
+_ABSENT = "no virtual NPU in this process: torch_npu is not imported, or `enable` was not run"
 COMMAND = "python -m npufleet.kernels.virtual enable"
 
 
 def before_torch_npu(build: str, torch: str, torch_npu: str) -> None:
     """Load the stand-ins so that the loader finds CANN's sonames in place.
 
-    ``build`` is the folder that ``enable`` recorded, ``torch`` and ``torch_npu`` the versions it was made for.
+    ``build`` is the folder that ``enable`` recorded, ``torch`` and ``torch_npu`` the versions it is for.
     Raises ImportError when they no longer fit, ValueError when ``NPUFLEET_DEVICE`` does not parse.
     """
     now = installed()
     if (now.torch, now.torch_npu) != (torch, torch_npu):
         raise ImportError(
-            f"the virtual NPU of this environment was built for torch {torch} and torch-npu {torch_npu}, but torch "
-            f"{now.torch} and torch-npu {now.torch_npu} are installed: run `{COMMAND}` again"
+            f"the virtual NPU of this environment was built for torch {torch} and torch-npu {torch_npu}, "
+            f"but torch {now.torch} and torch-npu {now.torch_npu} are installed: run `{COMMAND}` again"
         )
     global _kernels_path
     folder = Path(build)
     if not (folder / KERNELS).is_file():
-        raise ImportError(f"the virtual NPU of this environment is missing its build {folder}: run `{COMMAND}` again")
+        raise ImportError(
+            f"the virtual NPU of this environment lacks its build {folder}: run `{COMMAND}` again"
+        )
     wish = settings.from_environment()
     # With its task queue torch_npu would hand copies to another thread, beside kernels that run at once.
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
@@ -51,17 +54,16 @@ def before_torch_npu(build: str, torch: str, torch_npu: str) -> None:
 
 
 def _configure(runtime: ctypes.CDLL, wish: settings.Settings) -> None:
-    runtime.vnpu_configure.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int64] * 3, ctypes.c_int]
-    runtime.vnpu_configure.restype = None
-    soc = wish.soc
-    runtime.vnpu_configure(
-        soc.name.encode(), wish.count, wish.hbm_bytes, soc.cube_cores, soc.vector_cores, soc.l2_bytes, int(wish.null_mode)
-    )
+    configure, soc, wide = runtime.vnpu_configure, wish.soc, ctypes.c_int64
+    configure.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64, wide, wide, wide, ctypes.c_int]
+    configure.restype = None
+    cores = (soc.cube_cores, soc.vector_cores)
+    configure(soc.name.encode(), wish.count, wish.hbm_bytes, *cores, soc.l2_bytes, int(wish.null_mode))
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops torch_npu's line on stdout that there is no ASCEND_HOME_PATH; all else it prints comes through."""
+    """Drops torch_npu's line on stdout that ASCEND_HOME_PATH is unset; all else it prints comes through."""
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text):
@@ -87,12 +89,12 @@ def after_torch_npu() -> None:
 def kernels() -> ctypes.CDLL:
     """The loaded kernel library. Raises RuntimeError in a process without a virtual NPU."""
     if _kernels is None:
-        raise RuntimeError("no virtual NPU in this process: torch_npu is not imported, or `enable` was not run")
+        raise RuntimeError(_ABSENT)
     return _kernels
 
 
 def runtime() -> ctypes.CDLL:
     """The loaded runtime library. Raises RuntimeError in a process without a virtual NPU."""
     if not _libraries:
-        raise RuntimeError("no virtual NPU in this process: torch_npu is not imported, or `enable` was not run")
+        raise RuntimeError(_ABSENT)
     return _libraries[0]

@@ -50,8 +50,8 @@ class Loader:
             from npufleet.kernels.virtual import boot
         except ImportError as error:
             raise ImportError(
-                "this environment has a virtual NPU, but npufleet cannot be imported: install it again, or delete "
-                f"{__file__} and npufleet_virtual_npu.pth beside it"
+                "this environment has a virtual NPU, but npufleet cannot be imported: "
+                f"install it again, or delete {__file__} and npufleet_virtual_npu.pth beside it"
             ) from error
         boot.before_torch_npu(BUILD, TORCH, TORCH_NPU)
         with boot.quiet():

@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from . import settings
 NATIVE = Path(__file__).parent / "native"
 RUNTIME = "libnpufleet_vnpu.so"
 KERNELS = "libnpufleet_vnpu_kernels.so"
-_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=default", "-Wall", "-Wno-deprecated-declarations", "-Wno-attributes"]
+_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Wno-deprecated-declarations", "-Wno-attributes"]
 
 
 class BuildError(RuntimeError):
@@ -71,7 +71,7 @@ def build(say: Callable[[str], None] = lambda text: None) -> Path:
         return target
     compiler = shutil.which("g++")
     if compiler is None:
-        raise BuildError("the virtual NPU is compiled once, and g++ was not found: install it (Debian: apt install g++)")
+        raise BuildError("g++ was not found, which compiles the virtual NPU once (Debian: apt install g++)")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as temporary:
         work, out = Path(temporary), Path(temporary) / "lib"
@@ -99,15 +99,18 @@ class _Build:
         torch, torch_npu = _package("torch"), _package("torch_npu")
         headers = torch_npu / "include" / "third_party"
         runtime_flags = [f"-I{headers}/acl/inc", f"-I{headers}/hccl/inc"]
-        kernel_flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-I{torch_npu}/include",
-                        f"-I{torch_npu}/include/third_party/acl/inc", f"-I{torch_npu}/include/third_party/hccl/inc",
-                        "-D_GLIBCXX_USE_CXX11_ABI=1"]
+        kernel_flags = [
+            f"-I{torch}/include",
+            f"-I{torch}/include/torch/csrc/api/include",
+            f"-I{torch_npu}/include",
+            *runtime_flags,
+        ]
         sources = sorted(NATIVE.glob("*.cpp"))
         jobs = [(path, kernel_flags if path.name.startswith("aten_") else runtime_flags) for path in sources]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            objects = dict(zip([path for path, _ in jobs], pool.map(lambda job: self.compile(*job), jobs), strict=True))
-        runtime = [obj for path, obj in objects.items() if not path.name.startswith("aten_")]
-        kernels = [obj for path, obj in objects.items() if path.name.startswith("aten_")]
+            objects = list(pool.map(lambda job: self.compile(*job), jobs))
+        runtime = [item for item in objects if not item.name.startswith("aten_")]
+        kernels = [item for item in objects if item.name.startswith("aten_")]
         # First link without stand-ins, to learn which names have a body.
         probe = self.work / "probe.so"
         self.link(probe, runtime)
@@ -115,13 +118,19 @@ class _Build:
         text = stand_ins.source(wanted, stand_ins.exported(probe), stand_ins.allowed(NATIVE / "allowed.txt"))
         generated = self.work / "stand_ins.cpp"
         generated.write_text(text)
-        self.link(self.out / RUNTIME, [*runtime, self.compile(generated, [])], soname=RUNTIME)
+        self.link(self.out / RUNTIME, [*runtime, self.compile(generated, [])])
         origin = ["-Wl,-rpath,$ORIGIN", f"-L{self.out}", f"-l:{RUNTIME}"]
         for soname in stand_ins.SONAMES:
-            self.link(self.out / soname, [], ["-Wl,--no-as-needed", *origin], soname=soname)
-        torch_flags = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-L{torch_npu}/lib", "-l:libtorch_npu.so",
-                       "-Wl,--unresolved-symbols=ignore-in-shared-libs"]
-        self.link(self.out / KERNELS, kernels, [*origin, *torch_flags], soname=KERNELS)
+            self.link(self.out / soname, [], ["-Wl,--no-as-needed", *origin])
+        torch_flags = [
+            f"-L{torch}/lib",
+            "-ltorch_cpu",
+            "-lc10",
+            f"-L{torch_npu}/lib",
+            "-l:libtorch_npu.so",
+            "-Wl,--unresolved-symbols=ignore-in-shared-libs",
+        ]
+        self.link(self.out / KERNELS, kernels, [*origin, *torch_flags])
 
     def compile(self, path: Path, flags: list[str]) -> Path:
         """The object of one source; taken from the cache when it, the headers and the flags are as before."""
@@ -138,9 +147,9 @@ class _Build:
             os.replace(fresh, target)
         return target
 
-    def link(self, target: Path, objects: list[Path], flags: list[str] | None = None, soname: str | None = None) -> None:
-        name = [f"-Wl,-soname,{soname}"] if soname else []
-        self._call(["-shared", "-o", str(target), *map(str, objects), *name, *(flags or []), "-lpthread", "-lrt"])
+    def link(self, target: Path, objects: list[Path], flags: Sequence[str] = ()) -> None:
+        name = f"-Wl,-soname,{target.name}"
+        self._call(["-shared", "-o", str(target), *map(str, objects), name, *flags, "-lpthread", "-lrt"])
 
     def _call(self, arguments: list[str]) -> None:
         done = subprocess.run([self.compiler, *arguments], capture_output=True, text=True, check=False)

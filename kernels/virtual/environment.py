@@ -62,7 +62,8 @@ def enable(*, force: bool = False, say: Callable[[str], None] = print) -> None:
     found = real_cann()
     if found and not force:
         raise RealCannError(
-            f"CANN is installed here ({found}): the virtual NPU would hide the real devices. Use --force to enable it anyway"
+            f"CANN is installed here ({found}): the virtual NPU would hide the real devices. "
+            "Use --force to enable it all the same"
         )
     folder = build(say)
     versions = installed()

@@ -20,7 +20,7 @@ MAX_DEVICES = 64
 class Soc:
     """One Ascend chip as CANN reports it; memory and cores are those of one device (on A3, one die).
 
-    Core counts and HBM follow the platform descriptions that come with CANN and public device tables; L2 in bytes.
+    Core counts and HBM follow the platform descriptions of CANN and public device tables.
     """
 
     name: str
@@ -32,7 +32,8 @@ class Soc:
 
 def _soc(name: str, cube: int, hbm_gib: int, l2_mib: int = 192) -> Soc:
     # Both generations pair every cube core with two vector cores.
-    return Soc(name=name, cube_cores=cube, vector_cores=2 * cube, hbm_bytes=hbm_gib * GIB, l2_bytes=l2_mib * MIB)
+    sizes = {"hbm_bytes": hbm_gib * GIB, "l2_bytes": l2_mib * MIB}
+    return Soc(name=name, cube_cores=cube, vector_cores=2 * cube, **sizes)
 
 
 # A2 (Atlas 800 A2: 910B) and A3 (910C: each package holds two of these dies).
@@ -102,7 +103,7 @@ def _size(text: str, value: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|TiB)", value, re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not 64 * MIB <= size <= 16 << 40:
-        raise _error(text, f"hbm must be 64MiB to 16TiB, written like 16GiB (KiB, MiB, GiB, TiB), got {value!r}")
+        raise _error(text, f"hbm must be 64MiB to 16TiB, written like 16GiB or 512MiB, got {value!r}")
     return size
 
 

@@ -40,7 +40,7 @@ _C_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 def imported(library: Path) -> set[str]:
     """Names that an ELF library takes from others without a symbol version.
 
-    glibc and libstdc++ version their symbols, so those drop out; CANN's, torch's and Python's stay.
+    glibc and libstdc++ version most symbols, so those drop out; CANN's, torch's and Python's stay.
     """
     with library.open("rb") as file:
         elf = ELFFile(file)
@@ -49,7 +49,8 @@ def imported(library: Path) -> set[str]:
         assert isinstance(table, SymbolTableSection), library
         names = set()
         for index, symbol in enumerate(table.iter_symbols()):
-            if symbol["st_shndx"] != "SHN_UNDEF" or symbol["st_info"]["bind"] == "STB_WEAK" or not symbol.name:
+            weak = symbol["st_info"]["bind"] == "STB_WEAK"
+            if symbol["st_shndx"] != "SHN_UNDEF" or weak or not symbol.name:
                 continue
             if isinstance(versions, GNUVerSymSection):
                 version = versions.get_symbol(index)["ndx"]
@@ -74,8 +75,15 @@ def needed_from_cann(torch_npu: Path, torch: Path) -> set[str]:
     if not own:
         raise FileNotFoundError(f"no shared libraries under {torch_npu}")
     wanted = set().union(*(imported(path) for path in own if _links_cann(path)))
-    known = set().union(*(exported(path) for path in [*own, *sorted((torch / "lib").glob("*.so*"))]))
+    others = [*own, *sorted((torch / "lib").glob("*.so*")), *_system_libraries()]
+    known = set().union(*(exported(path) for path in others))
     return {name for name in wanted - known if not name.startswith(("Py", "_Py"))}
+
+
+def _system_libraries() -> set[Path]:
+    """The C library as this process has it; not every symbol that others take from it carries a version."""
+    maps = Path("/proc/self/maps").read_text().split()
+    return {Path(word) for word in maps if re.search(r"/(lib(c|m|pthread|dl|rt)[.-]|ld-linux)[^/]*$", word)}
 
 
 def _links_cann(library: Path) -> bool:
@@ -88,8 +96,8 @@ def _links_cann(library: Path) -> bool:
 
 def allowed(path: Path) -> dict[str, str]:
     """The allow list: name to reason."""
-    lines = (line.split(maxsplit=1) for line in path.read_text().splitlines() if line and not line.startswith("#"))
-    return {name: reason for name, reason in lines}
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return {name: reason for name, reason in (line.split(maxsplit=1) for line in lines)}
 
 
 def source(wanted: Iterable[str], written: set[str], allow: dict[str, str]) -> str:

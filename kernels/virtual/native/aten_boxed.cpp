@@ -31,6 +31,13 @@ class NoTorchFunction {
 
 bool leaves_device(const OpInfo& info, const Stack& stack) {
   if (info.waits) return true;
+  if (info.index) {  // a mask is turned into positions, whose number only the device knows
+    for (const IValue& item : stack.back().toListRef())
+      if (item.isTensor() && item.toTensor().defined() &&
+          (item.toTensor().scalar_type() == c10::kBool || item.toTensor().scalar_type() == c10::kByte))
+        return true;
+    return false;
+  }
   if (!info.copy) return false;
   const IValue& to = stack[stack.size() - info.inputs];
   return to.isTensor() && to.toTensor().device().is_cpu();  // copy_ into a CPU tensor

@@ -30,6 +30,10 @@ struct OpInfo {
   bool copy = false;           // aten::copy_ or aten::_to_copy, between devices maybe
   bool view = false;           // some result is a view of an argument
   bool zero = false;           // aten::zero_
+  bool index = false;          // aten::index.Tensor, which waits when an index is a mask
+  bool pointwise = false;      // one result, each element from the elements at its place
+  bool predicate = false;      // and that result is a bool
+  mutable std::atomic<bool> no_meta{false};  // null mode found no Meta kernel that works
   int generator = -1;          // index of the Generator argument
   int out_list = -1;           // index of a Tensor[] argument "out", which npu:: schemas leave unmarked
   size_t inputs = 0;

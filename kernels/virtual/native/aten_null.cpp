@@ -2,11 +2,12 @@
 // floating-point ones are uninitialised, integer ones are zero, so that ids and indices stay in range.
 // Views, copies, what the host waits for, and integer arithmetic (positions, slots) run as usual.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/TensorBody.h>
+#include <ATen/native/TypeProperties.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <unordered_map>
-#include <unordered_set>
 
 #include "aten_call.h"
 #include "vnpu.h"
@@ -25,13 +26,17 @@ at::Tensor blank(at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType
   return c10::isIntegralType(type, /*includeBool=*/true) ? tensor.zero_() : tensor;
 }
 
-at::Tensor blank(const Shape& sizes, const at::Tensor& like, c10::ScalarType type) {
+c10::Device npu_device() {
+  return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(vnpu_device())};
+}
+
+at::Tensor blank(const Shape& sizes, c10::Device device, c10::ScalarType type) {
   Shape strides(sizes.size());
   int64_t step = 1;
   for (size_t i = sizes.size(); i-- > 0; step *= sizes[i]) strides[i] = step;
-  return blank(sizes, strides, type, like.device());
+  return blank(sizes, strides, type, device);
 }
-at::Tensor blank(const Shape& sizes, const at::Tensor& like) { return blank(sizes, like, like.scalar_type()); }
+at::Tensor blank(const Shape& sizes, const at::Tensor& like) { return blank(sizes, like.device(), like.scalar_type()); }
 
 bool has_float_input(const Stack& stack) {
   const auto is_float = [](const at::Tensor& tensor) {
@@ -70,6 +75,10 @@ bool matrix_product(Stack& stack, const at::Tensor& a, int64_t columns) {
 }
 bool mm(Stack& stack) { return matrix_product(stack, tensor_at(stack, 0), tensor_at(stack, 1).size(-1)); }
 bool addmm(Stack& stack) { return matrix_product(stack, tensor_at(stack, 1), tensor_at(stack, 2).size(-1)); }
+bool matmul(Stack& stack) {
+  if (tensor_at(stack, 0).dim() < 2 || tensor_at(stack, 1).dim() != 2) return false;
+  return mm(stack);
+}
 bool linear(Stack& stack) { return matrix_product(stack, tensor_at(stack, 0), tensor_at(stack, 1).size(0)); }
 
 bool embedding(Stack& stack) {
@@ -82,7 +91,7 @@ bool embedding(Stack& stack) {
 at::Tensor rstd_of(const at::Tensor& x, const at::Tensor& gamma) {
   Shape sizes = shape_of(x);
   for (int64_t i = 0; i < gamma.dim(); ++i) sizes[sizes.size() - 1 - static_cast<size_t>(i)] = 1;
-  return blank(sizes, x, c10::kFloat);
+  return blank(sizes, x.device(), c10::kFloat);
 }
 bool rms_norm(Stack& stack) {
   const at::Tensor x = tensor_at(stack, 0);
@@ -112,6 +121,7 @@ const std::unordered_map<std::string, Rule>& rules() {
   static const std::unordered_map<std::string, Rule> table = {
       {"aten::mm", mm},
       {"aten::addmm", addmm},
+      {"aten::matmul", matmul},
       {"aten::linear", linear},
       {"aten::embedding", embedding},
       {"npu::npu_rms_norm", rms_norm},
@@ -149,20 +159,33 @@ IValue from_meta(const IValue& value, c10::Device device) {
   return blank(x.sizes(), x.strides(), x.scalar_type(), device);
 }
 
+bool by_place(const OpInfo& info, Stack& stack) {
+  at::native::ResultTypeState types{};
+  std::optional<at::DimVector> sizes;
+  for (const IValue& value : stack) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const at::Tensor& x = value.toTensor();
+    sizes = sizes ? at::infer_size_dimvector(*sizes, x.sizes()) : at::DimVector(x.sizes());
+    if (x.is_complex()) return false;
+    if (x.scalar_type() != c10::kBool || !info.predicate) types = at::native::update_result_type_state(x, types);
+  }
+  const auto type = info.predicate ? c10::kBool : at::native::result_type(types);
+  results(stack, {blank(Shape(sizes->begin(), sizes->end()), npu_device(), type)});
+  return true;
+}
+
 // Asks the Meta kernel for the shapes; false when the operation has none that works.
 bool by_meta(const OpInfo& info, Stack& stack) {
-  static std::unordered_set<const OpInfo*> without;
-  if (without.count(&info) != 0 || !info.op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
+  if (info.no_meta || !info.op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
   Stack meta;
   for (const IValue& value : stack) meta.push_back(to_meta(value));
   try {
     info.op.callBoxed(meta);
   } catch (const c10::Error&) {  // shapes that depend on data, or an incomplete Meta kernel: compute it
-    without.insert(&info);
+    info.no_meta = true;
     return false;
   }
-  const c10::Device device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(vnpu_device()));
-  for (IValue& value : meta) value = from_meta(value, device);
+  for (IValue& value : meta) value = from_meta(value, npu_device());
   stack.swap(meta);
   return true;
 }
@@ -176,7 +199,8 @@ bool run_null(const OpInfo& info, Stack& stack) {
     return true;
   }
   const auto rule = rules().find(info.name);
-  return rule != rules().end() ? rule->second(stack) : by_meta(info, stack);
+  if (rule != rules().end() && rule->second(stack)) return true;
+  return (info.pointwise && by_place(info, stack)) || by_meta(info, stack);
 }
 
 }  // namespace vnpu

@@ -131,7 +131,7 @@ void refuse_behind_waiting_replay(const OpInfo& info) {
 void run_recorded(const OpInfo& info, Stack& stack) {
   const bool updating = vnpu_updating() != 0;
   if (!updating && !on_captured_stream()) return run(info, stack);
-  if (info.waits) refuse(info, "makes the host wait for the device");
+  if (!info.copy && leaves_device(info, stack)) refuse(info, "makes the host wait for the device");
   if (info.copy) check_copy(info, stack);
   if (vnpu_null_mode() && run_null(info, stack)) return vnpu_record([] {}, info.name.c_str());
 

@@ -1,5 +1,6 @@
 // Puts the boxed kernel on PrivateUse1 for every operation that a CPU kernel can serve.
 #include <ATen/core/op_registration/op_registration.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -19,7 +20,8 @@ namespace {
 
 using c10::DispatchKey;
 
-// Operations that only touch metadata, or manage npu memory: torch_npu's own are right as they are.
+// Operations that only touch metadata, or manage npu memory: torch_npu's own are right as they are (but
+// for zeros, see below).
 const std::unordered_set<std::string>& kept() {
   static const std::unordered_set<std::string> names = {
       "aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided",
@@ -72,6 +74,12 @@ class Quiet : public c10::WarningHandler {  // "overriding a previously register
   void process(const c10::Warning&) override {}
 };
 
+// torch_npu's own asks for a format that no device has; ours also lets a large piece stay uncommitted.
+at::Tensor zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+                 std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  return at::empty_symint(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
+}
+
 bool wanted(const c10::OperatorHandle& op, const std::string& ns) {
   if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1)) return true;
   return ns == "aten" && op.hasKernelForDispatchKey(DispatchKey::CPU);
@@ -101,6 +109,12 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : op(op), name(toString(op.operato
                         "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
                         "aten::is_nonzero", "aten::item", "aten::repeat_interleave.Tensor"});
   zero = name == "aten::zero_";
+  index = name == "aten::index.Tensor";
+  pointwise = op.hasTag(at::Tag::pointwise) && schema.returns().size() == 1;
+  const std::string stem = name.substr(0, name.find('.'));
+  predicate = one_of(stem, {"aten::eq", "aten::ne", "aten::lt", "aten::le", "aten::gt", "aten::ge", "aten::isnan",
+                            "aten::isinf", "aten::isposinf", "aten::isneginf", "aten::signbit", "aten::logical_and",
+                            "aten::logical_or", "aten::logical_xor", "aten::logical_not"});
 }
 
 }  // namespace vnpu
@@ -134,6 +148,8 @@ int vnpu_install_kernels() {
       library.impl(local.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(&infos().back())));
     }
   }
+  libraries.emplace_back(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  libraries.back().impl("zeros", TORCH_FN(zeros));
   return static_cast<int>(infos().size());
 }
 
