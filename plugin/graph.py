@@ -83,13 +83,13 @@ class ACLGraphWrapper(CUDAGraphWrapper):
         )
         return output
 
-    def _update(self, captured: CapturedGraph, metadata: dict[str, DenseMetadata]) -> None:
+    def _update(self, captured: CapturedGraph, metadata: Any) -> None:
         """Give the graph's attention calls this step's lengths, on a stream of their own.
 
         The device may still be running the previous replay of the graph when the host gets here, so the
         update stream waits for it. The graph in turn waits inside, at each attention call, for that call's
         update.
         """
-        step = next(iter(metadata.values()))
+        step: DenseMetadata = next(iter(metadata.values()))
         self._update_stream.wait_event(captured.replayed)
         captured.attention.update(self._update_stream, step.query_ends, step.kv_lens)

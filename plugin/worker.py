@@ -44,6 +44,7 @@ class NPUWorker(Worker):
         """
         self.device = torch.device("npu", self._visible_device())
         torch.npu.set_device(self.device)
+        assert isinstance(self.model_config.dtype, torch.dtype)
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         apply_overrides()
         init_worker_distributed_environment(
@@ -96,11 +97,13 @@ class NPUWorker(Worker):
         for reference in parallel_state._groups.values():
             group = reference()
             if group is not None:
+                assert self.device is not None
                 group.device = self.device
 
     def _make_model_runner(self) -> "NPUModelRunner":
         from .model_runner import NPUModelRunner
 
+        assert self.device is not None
         return NPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
