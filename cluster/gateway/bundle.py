@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
@@ -50,7 +51,8 @@ def make_directory(source: str | None, archive: bytes | None) -> Path:
     format for NPUs against the CPU.
     """
     directory = Path(tempfile.mkdtemp(prefix="npufleet-gateway-"))
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
         if archive is not None:
             unpack(archive, directory)
         else:
@@ -62,7 +64,5 @@ def make_directory(source: str | None, archive: bytes | None) -> Path:
         content = json.loads(config.read_text())
         if content.pop("quantization_config", None) is not None:
             config.write_text(json.dumps(content))
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+        undo.pop_all()
     return directory

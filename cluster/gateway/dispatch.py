@@ -68,10 +68,8 @@ class Dispatcher:
             answer.status = answer.status or 499
         except HttpError as error:
             await respond(answer.send, error.status, error.body())
-        except Exception as fault:
-            # Supervisor: starlette has answered 500 where it could; without this uvicorn drops the
-            # connection.
-            logger.exception("request %s %s failed", scope["method"], scope["path"])
+        except Exception as fault:  # noqa: BLE001 - supervisor: one request's fault is answered with a 500
+            logger.error("request %s %s failed", scope["method"], scope["path"], exc_info=fault)
             if answer.status == 0:
                 broken = HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, f"gateway fault: {type(fault).__name__}")
                 await respond(answer.send, broken.status, broken.body())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import json
 import logging
@@ -69,6 +70,10 @@ def parse_args(spec: ModelSpec, directory: Path) -> Namespace:
         if name in _FRONTEND_ARGS.split() and value is not None:
             argv += _flag(name, value)
     args: Namespace = parser.parse_args(argv)
+    if args.model_tag is not None:
+        raise ValueError(
+            f"model {spec.name}: an argument has more than one value, but takes one: {args.model_tag!r}"
+        )
     validate_parsed_serve_args(args)
     return args
 
@@ -78,10 +83,10 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [option] if value else ["--no-" + name.replace("_", "-")]
     if isinstance(value, Mapping):
-        return [option, json.dumps(value)]
+        return [f"{option}={json.dumps(value)}"]
     if isinstance(value, (list, tuple)):
         return [option, *map(str, value)]
-    return [option, str(value)]
+    return [f"{option}={value}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +159,8 @@ async def load_frontend(
         local = spec.source is not None and await asyncio.to_thread(Path(spec.source).is_dir)
         archive = None if local else await fetch_tokenizer(lease.channel, settings.control_timeout)
     directory = await asyncio.to_thread(make_directory, spec.source, archive)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
         ready = await asyncio.to_thread(_prepare, spec, directory, info.max_context_length, features.limits)
         core = GrpcEngineCore(
             spec.name,
@@ -168,9 +174,7 @@ async def load_frontend(
             ready.config, ready.renderer, ready.input_processor, core, ModelStats(spec.name, metrics)
         )
         await init_app_state(client, ready.app.state, ready.args, ("generate",))
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+        undo.pop_all()
     # vLLM's error handlers ask a dying server to exit; the gateway outlives every engine.
     ready.app.state.server = SimpleNamespace(should_exit=False)
     logger.info("model %s is ready: context %d tokens", spec.name, info.max_context_length)

@@ -134,12 +134,11 @@ async def serve_gateway(
     settings = settings or GatewaySettings()
     sock = bind(settings.host, settings.port)
     gateway = Gateway(picker, settings, sock, metrics or GatewayMetrics())
-    try:
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(gateway.close)
         for spec in models:
             gateway.add_model(spec)
         await gateway.start()
-    except BaseException:
-        await gateway.close()
-        raise
+        undo.pop_all()
     logger.info("gateway on %s", gateway.url)
     return gateway

@@ -69,8 +69,8 @@ class Slot:
                 self.problem = "its engine could not be asked for the model's files"
                 logger.info("model %s: %s: %s", self.spec.name, self.problem, error)
                 await asyncio.sleep(_POLL_S)
-            except Exception as error:  # supervisor: one model's fault leaves the others alone
+            except Exception as error:  # noqa: BLE001 - supervisor: one model's fault leaves the others alone
                 self.problem = f"its frontend could not be built: {error}"
-                logger.exception("model %s: %s", self.spec.name, self.problem)
+                logger.error("model %s: %s", self.spec.name, self.problem, exc_info=error)
                 await asyncio.sleep(_RETRY_S)
         self._loaded.set()

@@ -158,8 +158,8 @@ class GrpcEngineCore:
         request_id = job.request.request_id
         try:
             error = await self._attempts.serve(job)
-        except Exception as fault:  # supervisor: a fault ends its request, never in silence
-            logger.exception("request %s failed in the gateway", request_id)
+        except Exception as fault:  # noqa: BLE001 - supervisor: a fault ends its request, never in silence
+            logger.error("request %s failed in the gateway", request_id, exc_info=fault)
             error = VLLMError(f"the gateway failed: {type(fault).__name__}")
         finally:
             self._jobs.pop(request_id, None)
@@ -184,6 +184,4 @@ class GrpcEngineCore:
         return self._settings.token_gap_timeout if job.tokens else self._settings.first_token_timeout
 
 
-_ADMIN = frozenset(
-    {"prepare_elastic_ep", "commit_elastic_ep", "handle_fault", "get_status"}
-)
+_ADMIN = frozenset({"prepare_elastic_ep", "commit_elastic_ep", "handle_fault", "get_status"})
