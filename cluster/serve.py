@@ -161,6 +161,7 @@ class _Fleet:
     record: Path | None = None
     folder: Path | None = None  # of our own Ray cluster
     connected: bool = False
+    controller: Any = None  # its Serve handle, once there is one
 
     def start(self, target: Target, address: str | None) -> None:
         """Bring everything up, and return when every model can answer."""
@@ -207,7 +208,7 @@ class _Fleet:
         while True:
             self.stop.check()
             application = serve.status().applications.get(APPLICATION)
-            for engine_id, line in _progress().items():
+            for engine_id, line in self._progress().items():
                 if shown.get(engine_id) != line:
                     shown[engine_id] = line
                     self.console.say(line)
@@ -217,6 +218,20 @@ class _Fleet:
                 if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                     raise StartFailed(_why(application))
             time.sleep(POLL_S)
+
+    def _progress(self) -> dict[str, str]:
+        """Return a line for each engine that says something; nothing while the controller is not up."""
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            if self.controller is None:
+                self.controller = serve.get_deployment_handle(CONTROLLER, APPLICATION)
+            status: dict[str, Any] = self.controller.status.remote().result(timeout_s=5.0)
+        except (KeyError, RayError, RayServeException, TimeoutError):  # KeyError: not deployed yet
+            return {}
+        return {entry["engine_id"]: progress_line(entry) for entry in status["progress"]}
 
     def end(self, keep_logs: bool) -> bool:
         """Take everything down; say whether nothing was left that had to be killed."""
@@ -254,7 +269,9 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise StartFailed(f"no Ray cluster at {address!r}: {error}") from error
+        raise StartFailed(
+            f"no Ray cluster at {address!r}: {error} (if it asks for a token, set RAY_AUTH_MODE=token)"
+        ) from error
 
 
 def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
@@ -271,20 +288,10 @@ def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
     )
 
 
-def _progress() -> dict[str, str]:
-    """Return a line for each engine that says something; nothing while the controller is not up."""
-    from ray import serve
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
-
-    try:
-        handle = serve.get_deployment_handle(CONTROLLER, APPLICATION)
-        status: dict[str, Any] = handle.status.remote().result(timeout_s=5.0)
-    except (KeyError, RayError, RayServeException, TimeoutError):  # KeyError: not deployed yet
-        return {}
-    return {entry["engine_id"]: progress_line(entry) for entry in status["progress"]}
-
-
 def _why(application: Any) -> str:
-    failed = [f"{name}: {d.message}" for name, d in application.deployments.items() if d.message]
-    return "the fleet did not come up\n" + "\n".join([application.message, *failed]).strip()
+    """Return the first line that Serve says about each deployment, and the error at the end of it."""
+    told = [f"the fleet did not come up: {application.message}"]
+    for name, deployment in application.deployments.items():
+        lines = [line for line in deployment.message.splitlines() if line.strip()]
+        told += [f"{name}: {line}" for line in dict.fromkeys(lines[:1] + lines[-1:])]
+    return "\n".join(told)
