@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
+from traceback import format_exc
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -69,7 +70,7 @@ class Dispatcher:
         except HttpError as error:
             await respond(answer.send, error.status, error.body())
         except Exception as fault:  # noqa: BLE001 - supervisor: one request's fault is answered with a 500
-            logger.error("request %s %s failed", scope["method"], scope["path"], exc_info=fault)
+            logger.error("request %s %s failed:\n%s", scope["method"], scope["path"], format_exc())
             if answer.status == 0:
                 broken = HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, f"gateway fault: {type(fault).__name__}")
                 await respond(answer.send, broken.status, broken.body())

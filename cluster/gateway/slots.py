@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from traceback import format_exc
 from typing import Any
 
 import grpc
@@ -71,6 +72,6 @@ class Slot:
                 await asyncio.sleep(_POLL_S)
             except Exception as error:  # noqa: BLE001 - supervisor: one model's fault leaves the others alone
                 self.problem = f"its frontend could not be built: {error}"
-                logger.error("model %s: %s", self.spec.name, self.problem, exc_info=error)
+                logger.error("model %s: %s\n%s", self.spec.name, self.problem, format_exc())
                 await asyncio.sleep(_RETRY_S)
         self._loaded.set()

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from traceback import format_exc
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -159,7 +160,7 @@ class GrpcEngineCore:
         try:
             error = await self._attempts.serve(job)
         except Exception as fault:  # noqa: BLE001 - supervisor: a fault ends its request, never in silence
-            logger.error("request %s failed in the gateway", request_id, exc_info=fault)
+            logger.error("request %s failed in the gateway:\n%s", request_id, format_exc())
             error = VLLMError(f"the gateway failed: {type(fault).__name__}")
         finally:
             self._jobs.pop(request_id, None)
