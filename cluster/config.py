@@ -58,7 +58,7 @@ class GatewayConfig:
 class MetricsConfig:
     """The controller's own HTTP port: service discovery, status and its Prometheus series.
 
-    ``host`` is also the address that every engine binds its metrics port to.
+    Engines serve their metrics on the address of their node, or on all addresses if ``host`` is 0.0.0.0.
     """
 
     host: str = LOOPBACK

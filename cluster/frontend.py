@@ -17,6 +17,7 @@ from .config import FleetConfig, from_dict
 from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
 from .gateway.process import GATEWAY_ENV, prepare_process
+from .metrics.exporter import reachable
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -93,13 +94,14 @@ class Frontend:
         return await serve_gateway(specs, self._router.picker, settings, metrics=self._metrics)
 
     async def _heartbeats(self) -> None:
+        import ray
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
+        host = reachable(self.config.gateway.host, ray.util.get_node_ip_address())
+        url = f"http://{host}:{self._gateway.port}/metrics"
         while True:
-            call = self._controller.service_heartbeat.remote(
-                self._id, "gateway", f"{self._gateway.url}/metrics"
-            )
+            call = self._controller.service_heartbeat.remote(self._id, "gateway", url)
             try:
                 await asyncio.wait_for(call, 5.0)
             except (RayError, RayServeException, TimeoutError) as error:

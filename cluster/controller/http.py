@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import ray
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ..metrics.exporter import reachable
 from .series import ControllerSeries
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class ControllerHttp:
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         address = self._runner.addresses[0]
-        self.metrics_url = f"http://{address[0]}:{address[1]}/metrics"
+        node = ray.util.get_node_ip_address()
+        self.metrics_url = f"http://{reachable(address[0], node)}:{address[1]}/metrics"
 
     async def stop(self) -> None:
         """Stop listening."""

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -66,12 +67,18 @@ class Engine:
         self._llm: Any = None
         self._server: Any = None
         self._shared: list[str] = []  # shared memory of the engine's processes
+        started = False
         try:
             await self._start(config.metrics.host, factory)
-        except BaseException as error:
-            await self._controller.report(Phase.FAILED, f"{type(error).__name__}: {error}", self._seconds)
-            await self._release()
-            raise
+            started = True
+        finally:
+            if not started:
+                await self._give_up(sys.exception())
+
+    async def _give_up(self, error: BaseException | None) -> None:
+        """Say why the start failed, and give back what it took so far."""
+        await self._controller.report(Phase.FAILED, f"{type(error).__name__}: {error}", self._seconds)
+        await self._release()
 
     async def _start(self, metrics_host: str, factory: Factory | None) -> None:
         import ray
@@ -96,7 +103,9 @@ class Engine:
         host = ray.util.get_node_ip_address()
         self._server = await serve_engine(self._llm, host, 0)
         self._info = EngineInfo(self.engine_id, self.config.name, device)
-        self._exporter = exporter.start(metrics_host if host.startswith("127.") else host)
+        # On the node's own address like the service, unless the user opened metrics to all.
+        wide = metrics_host if metrics_host in exporter.WILDCARDS else host
+        self._exporter = exporter.start(wide, node_address=host)
         self._endpoint = EngineEndpoint(
             engine_id=self.engine_id,
             model=self.config.name,

@@ -26,9 +26,21 @@ class Exporter:
         self._thread.join(timeout=5)
 
 
-def start(host: str, port: int = 0, registry: CollectorRegistry | None = None) -> Exporter:
+WILDCARDS = ("0.0.0.0", "::")
+
+
+def reachable(host: str, node_address: str) -> str:
+    """Return the address under which others reach what listens on ``host``: the node's own for a wildcard."""
+    return node_address if host in WILDCARDS else host
+
+
+def start(
+    host: str, port: int = 0, registry: CollectorRegistry | None = None, *, node_address: str = "127.0.0.1"
+) -> Exporter:
     """Serve ``registry`` (the process's default one if None) at ``http://host:port/metrics``; port 0 takes
     a free one.
+
+    ``node_address`` stands in the URL where ``host`` is a wildcard.
 
     Raises:
         OSError: if the port cannot be bound.
@@ -36,4 +48,5 @@ def start(host: str, port: int = 0, registry: CollectorRegistry | None = None) -
     from prometheus_client import REGISTRY, start_http_server
 
     server, thread = start_http_server(port, addr=host, registry=registry or REGISTRY)
-    return Exporter(url=f"http://{host}:{server.server_port}/metrics", _server=server, _thread=thread)
+    url = f"http://{reachable(host, node_address)}:{server.server_port}/metrics"
+    return Exporter(url=url, _server=server, _thread=thread)

@@ -39,17 +39,19 @@ async def create(plan: Plan, seconds: float) -> PlacementGroup:
         name=plan.engine_id,
         bundle_label_selector=[{NODE_ID_LABEL: bundle.node_id} for bundle in plan.bundles],
     )
+    placed = False
     try:
         await asyncio.wait_for(_ready(group), seconds)
-    except BaseException as error:
-        await asyncio.to_thread(remove, group)
-        if isinstance(error, TimeoutError):
-            nodes = sorted({bundle.node_id[:12] for bundle in plan.bundles})
-            raise PlacementTimeout(
-                f"Ray did not reserve {len(plan.bundles)} NPU(s) on {', '.join(nodes)} for engine "
-                f"{plan.engine_id} within {seconds:.0f} s; something outside the fleet may hold them"
-            ) from error
-        raise
+        placed = True
+    except TimeoutError as error:
+        nodes = sorted({bundle.node_id[:12] for bundle in plan.bundles})
+        raise PlacementTimeout(
+            f"Ray did not reserve {len(plan.bundles)} NPU(s) on {', '.join(nodes)} for engine "
+            f"{plan.engine_id} within {seconds:.0f} s; something outside the fleet may hold them"
+        ) from error
+    finally:
+        if not placed:
+            await asyncio.to_thread(remove, group)
     return group
 
 

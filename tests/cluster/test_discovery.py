@@ -41,6 +41,15 @@ def test_a_url_that_prometheus_cannot_scrape(url: str) -> None:
         discovery.target(url, "f", "engine")
 
 
+def test_a_wildcard_is_advertised_as_the_node() -> None:
+    assert exporter.reachable("0.0.0.0", "10.0.0.1") == "10.0.0.1"
+    assert exporter.reachable("127.0.0.1", "10.0.0.1") == "127.0.0.1"
+    running = exporter.start("0.0.0.0", 0, CollectorRegistry(), node_address="127.0.0.1")
+    with urllib.request.urlopen(running.url, timeout=10) as response:
+        assert response.status == 200
+    running.stop()
+
+
 def test_the_exporter_serves_its_registry_and_stops() -> None:
     registry = CollectorRegistry()
     Gauge("npufleet_test", "A gauge.", registry=registry).set(3)
