@@ -50,6 +50,12 @@ def test_an_update_takes_effect_at_the_next_replay(group):
     assert group.result.tolist() == [6] * 3
 
 
+def test_views_are_no_part_of_an_update(group):
+    update(group, lambda: scaled(group.x.view(3)[:], group.out, 4.0))
+    group.graph.replay()
+    assert group.result.tolist() == [5] * 3
+
+
 @pytest.mark.parametrize(
     ("call", "given"),
     [

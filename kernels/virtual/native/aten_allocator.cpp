@@ -10,6 +10,7 @@ namespace vnpu {
 
 namespace {
 
+constexpr size_t kScalarBytes = 16;
 thread_local bool active = false;
 
 c10::Allocator* device_allocator() {
@@ -24,7 +25,8 @@ class BorrowingAllocator final : public c10::Allocator {
   explicit BorrowingAllocator(c10::Allocator* host) : host_(host) {}
 
   c10::DataPtr allocate(size_t bytes) override {
-    if (!active || bytes == 0) return host_->allocate(bytes);
+    // A scalar that a kernel wraps into a tensor is no device memory.
+    if (!active || bytes <= kScalarBytes) return host_->allocate(bytes);
     void* memory = device_allocator()->raw_allocate(bytes);
     return {memory, memory, &free_device, c10::kCPU};
   }

@@ -3,7 +3,10 @@
 // only writes into existing memory is recorded and not run: capturing must not change what a user can see.
 #include <ATen/core/TensorBody.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
+#include <vector>
 
 #include "aten_call.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
@@ -61,6 +64,22 @@ bool writes_outside_pool(const OpInfo& info, const Stack& stack) {
   return false;
 }
 
+void add_storages(const IValue& value, std::vector<const void*>& storages) {
+  if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorVector()) add_storages(tensor, storages);
+  if (value.isTensor() && value.toTensor().defined())
+    storages.push_back(value.toTensor().storage().unsafeGetStorageImpl());
+}
+
+bool only_views(const Stack& inputs, const Stack& results) {
+  std::vector<const void*> known, made;
+  for (const IValue& value : inputs) add_storages(value, known);
+  for (const IValue& value : results) add_storages(value, made);
+  for (const void* storage : made)
+    if (std::find(known.begin(), known.end(), storage) == known.end()) return false;
+  return true;
+}
+
 IValue graph_alias(const IValue& value) {
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
@@ -81,7 +100,11 @@ void copy_result(const IValue& from, const IValue& to) {
   if (!from.isTensor() || !from.toTensor().defined()) return;
   const at::Tensor &source = from.toTensor(), &target = to.toTensor();
   TORCH_CHECK(source.sizes() == target.sizes(), "a replay gave shape ", source.sizes(), ", captured was ", target.sizes());
-  if (source.data_ptr() != target.data_ptr()) target.copy_(source);
+  if (source.data_ptr() == target.data_ptr()) return;
+  if (source.is_contiguous() && target.is_contiguous() && source.dtype() == target.dtype())
+    memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+  else
+    target.copy_(source);
 }
 
 void replay(const Recorded& call) {
@@ -147,6 +170,12 @@ void run_recorded(const OpInfo& info, Stack& stack) {
 
   if (info.only_writes && (updating || writes_outside_pool(info, stack))) {
     return_written(info, stack);
+  } else if (info.view && !info.mutates) {
+    const Stack before = stack;
+    run(info, stack);
+    if (only_views(before, stack)) return;  // no work for the device
+    TORCH_CHECK(!updating, "virtual NPU: ", info.name, " copies, so it cannot be part of a task update");
+    for (const IValue& result : stack) call->outputs.push_back(graph_alias(result));
   } else {
     TORCH_CHECK(!updating, "virtual NPU: ", info.name, " allocates its results, so it cannot update a captured task: "
                 "the graph would not see the new memory. Use the form with out= arguments");
