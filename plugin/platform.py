@@ -102,11 +102,6 @@ class NPUPlatform(Platform):
         """What captures and replays a model's step."""
         return "npufleet.plugin.graph.ACLGraphWrapper"
 
-    @classmethod
-    def get_punica_wrapper(cls) -> str:
-        """LoRA's matrix products in plain PyTorch."""
-        return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
-
     # What vLLM may use
 
     @classmethod

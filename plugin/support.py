@@ -110,6 +110,11 @@ def _check_features(config: "VllmConfig") -> None:
 
     if config.speculative_config is not None:
         raise ValueError("speculative decoding is not supported on NPU yet: remove speculative_config")
+    if config.lora_config is not None:
+        raise ValueError(
+            "LoRA adapters are not supported on NPU yet: leave enable_lora off and serve a checkpoint with "
+            "the adapter merged"
+        )
     if envs.VLLM_BATCH_INVARIANT:
         raise ValueError("batch invariance is not supported on NPU yet: unset VLLM_BATCH_INVARIANT")
 

@@ -84,6 +84,7 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
             "speculative decoding",
         ),
+        ("llama", {"enable_lora": True}, r"LoRA.*merged"),
         ("llama", {"enable_sleep_mode": True}, r"[Ss]leep mode"),
         ("mixture", {}, r"mixture-of-experts.*dense"),
         ("mla", {}, r"MLA.*dense"),
