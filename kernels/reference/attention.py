@@ -127,3 +127,34 @@ def fused_infer_attention_score_v2_get_max_workspace(
 ) -> torch.Tensor:
     """The workspace of version 2."""
     return _workspace(V2, query, key, value, given)
+
+
+def _empty_outputs(
+    op: str, query: torch.Tensor, input_layout: str, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs for a later call with ``out=``; values have the head size of the queries, as in every call."""
+    flags = ("softmax_lse_flag", "return_softmax_lse")
+    unknown = [k for k, v in given.items() if v is not None and k not in (*flags, *_SHAPES_DO_NOT_NEED)]
+    if input_layout != "TND" or query.dim() != 3 or unknown:
+        raise wrong(op, f"the reference infers outputs of TND queries, not {input_layout} with {unknown}")
+    rows = (*query.shape[:2], 1) if any(given.get(flag) for flag in flags) else (0,)
+    return torch.empty_like(query), query.new_empty(rows, dtype=torch.float32)
+
+
+_SHAPES_DO_NOT_NEED = ("block_table", "num_heads", "num_query_heads", "num_key_value_heads")
+
+
+@reference(f"npu::_{V1}_infer_output")
+def fused_infer_attention_score_infer_output(
+    query: torch.Tensor, value: torch.Tensor, *, input_layout: str = "BSH", **given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised (attention_out like query, softmax_lse) that torch_npu's graph update asks for."""
+    return _empty_outputs(f"_{V1}_infer_output", query, input_layout, given)
+
+
+@reference(f"npu::_{V2}_infer_output")
+def fused_infer_attention_score_v2_infer_output(
+    query: torch.Tensor, value: torch.Tensor, *, input_layout: str = "BSH", **given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of version 2."""
+    return _empty_outputs(f"_{V2}_infer_output", query, input_layout, given)

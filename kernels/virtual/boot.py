@@ -86,6 +86,11 @@ def after_torch_npu() -> None:
     reference.install()
 
 
+def loaded() -> bool:
+    """Whether this process has a virtual NPU."""
+    return bool(_libraries)
+
+
 def kernels() -> ctypes.CDLL:
     """The loaded kernel library. Raises RuntimeError in a process without a virtual NPU."""
     if _kernels is None:

@@ -60,5 +60,6 @@ class Loader:
 
 
 def install():
+    """Start to watch imports; called by the .pth file at each start of the interpreter."""
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import settings
+from . import boot, settings
 from .build import BuildError, build, installed, key
 
 MODULE = "npufleet_virtual_npu_boot.py"
@@ -45,6 +45,8 @@ def real_cann() -> str:
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if home:
         return f"ASCEND_HOME_PATH={home}"
+    if boot.loaded():  # then the name belongs to our stand-in
+        return ""
     try:
         ctypes.CDLL("libascendcl.so")
     except OSError:

@@ -128,3 +128,31 @@ def test_work_behind_a_waiting_replay_is_refused(gated):
         gated.graph.replay()
     gated.event.record(gated.side)
     assert gated.result.tolist() == [3] * 3
+
+
+def test_torch_npu_s_own_update_of_fused_attention():
+    """``auto_dispatch_capture`` swaps the call for its out= form, and ``update`` replaces its lengths."""
+    import torch_npu
+
+    heads, size, block = 2, 32, 16
+    cache = torch.randn(6, block, heads * size, generator=torch.Generator().manual_seed(1)).npu()
+    query = torch.randn(2, heads, size, generator=torch.Generator().manual_seed(2)).npu()
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32).npu()
+    mask = torch.triu(torch.ones(2048, 2048, dtype=torch.int8), 1).npu()
+
+    def attend(lengths: list[int]) -> torch.Tensor:
+        return torch_npu.npu_fused_infer_attention_score(
+            query, cache, cache, num_heads=heads, num_key_value_heads=heads, input_layout="TND", scale=0.2,
+            block_table=table, block_size=block, sparse_mode=3, atten_mask=mask,
+            actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths,
+        )[0]  # fmt: skip
+
+    graph = npu.NPUGraph()
+    with npu.graph(graph, auto_dispatch_capture=True):
+        out = attend([5, 7])
+    graph.replay()
+    assert torch.equal(out, attend([5, 7]))
+    graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [20, 33]}])
+    graph.replay()
+    assert torch.equal(out, attend([20, 33]))
+    assert not torch.equal(out, attend([5, 7]))
