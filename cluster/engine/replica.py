@@ -41,6 +41,7 @@ PLACE_TIMEOUT_S = 600.0
 """How long an engine waits for NPUs before its start fails; Serve then tries again."""
 
 GROUP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 3600.0  # hundreds of gigabytes from a slow disk take a while; for ever is too long
 DRAIN_S = 30.0
 WATCH_S = 0.2
 LAST_WORDS_S = 0.5  # for error messages of the broken streams to reach their clients
@@ -92,7 +93,13 @@ class Engine:
         listener = PhaseListener()
         follower = asyncio.create_task(self._follow(listener))
         try:
-            self._llm = await (factory or start)(self.config, plan, self._group)
+            loading = (factory or start)(self.config, plan, self._group)
+            self._llm = await asyncio.wait_for(loading, START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"engine {self.engine_id} was not up {START_TIMEOUT_S:.0f} s after its NPUs were reserved: "
+                f"it was busy with {self._step!r}"
+            ) from error
         finally:
             follower.cancel()
             listener.poll()  # the last word is what the processes share

@@ -168,6 +168,17 @@ async def test_a_failed_load_gives_the_npus_back_and_says_why(world: World) -> N
     assert controller.said("report")[-1][2:4] == ("failed", "ValueError: no such checkpoint")
 
 
+async def test_a_start_that_hangs_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs(model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(replica, "START_TIMEOUT_S", 0.1)
+    with pytest.raises(RuntimeError, match="was busy with 'core'"):
+        await world.start(Controller(ROOM), hangs)
+    assert world.groups == []
+
+
 async def test_a_dead_core_ends_the_process(world: World) -> None:
     controller = Controller(ROOM)
     engine = await world.start(controller)
