@@ -15,10 +15,10 @@ setup: ## Install everything into .venv (a second run takes seconds)
 	@VENV=$(VENV) scripts/setup.sh
 
 demo: setup ## Serve a real chat model on virtual NPUs behind router and gateway, ask it a question, keep serving
-	$(BIN)/npufleet serve demo --replicas 2 --port $(PORT) --ask
+	$(BIN)/npufleet serve demo --port $(PORT)
 
 demo-check: setup ## The same unattended: exit 0 after a right answer and a clean stop
-	$(BIN)/npufleet serve demo --replicas 2 --port $(PORT) --ask --once
+	$(BIN)/npufleet serve demo --port $(PORT) --once
 
 test: setup ## Run the test suite
 	$(PYTEST) -m "not slow"
