@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .addresses import netloc, reachable
 from .config import FleetConfig, from_dict
 from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
 from .gateway.process import GATEWAY_ENV, prepare_process
-from .metrics.exporter import reachable
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -99,7 +99,7 @@ class Frontend:
         from ray.serve.exceptions import RayServeException
 
         host = reachable(self.config.gateway.host, ray.util.get_node_ip_address())
-        url = f"http://{host}:{self._gateway.port}/metrics"
+        url = f"http://{netloc(host, self._gateway.port)}/metrics"
         while True:
             call = self._controller.service_heartbeat.remote(self._id, "gateway", url)
             try:

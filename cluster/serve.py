@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from . import ask, doctor, local, runs
+from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .config import FleetConfig
 from .status import how_to_talk, progress_line
@@ -107,8 +108,7 @@ def _answer(target: Target, console: Console) -> int:
 
 def gateway_url(config: FleetConfig) -> str:
     """Return where this machine reaches the gateway."""
-    host = config.gateway.host
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{config.gateway.port}"
+    return f"http://{netloc(reachable(config.gateway.host), config.gateway.port)}"
 
 
 def _first_key(config: FleetConfig) -> str | None:
@@ -275,15 +275,13 @@ def _connect(address: str) -> None:
 
 
 def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
-    metrics = config.metrics
-    host = "127.0.0.1" if metrics.host in ("0.0.0.0", "::") else metrics.host
     return runs.Run(
         name=config.name,
         pid=os.getpid(),
         started=psutil.Process().create_time(),
         gateway=gateway_url(config),
-        router=f"{config.router.host}:{config.router.port}",
-        controller=f"http://{host}:{metrics.port}",
+        router=netloc(reachable(config.router.host), config.router.port),
+        controller=f"http://{netloc(reachable(config.metrics.host), config.metrics.port)}",
         folder=str(folder or ""),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .addresses import netloc, reachable
 from .config import FleetConfig
 
 
@@ -44,7 +45,8 @@ def how_to_talk(config: FleetConfig) -> str:
     model = config.models[0].name
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Tell me about Paris."}]})
     key = "-H 'Authorization: Bearer KEY' " if config.gateway.api_keys else ""
-    router = f"{config.router.host}:{config.router.port}"
+    router = netloc(reachable(config.router.host), config.router.port)
+    metrics = netloc(reachable(config.metrics.host), config.metrics.port)
     return f"""
 Talk to it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}\\
@@ -57,7 +59,7 @@ Talk to it:
   gRPC: vllm.grpc.engine.VllmEngine at {router} (reflection is on; grpcurl -plaintext {router} list)
 
 Look at it:
-  npufleet status                      Prometheus: http_sd at
-  http://{config.metrics.host}:{config.metrics.port}/sd
+  npufleet status
+  Prometheus http_sd: http://{metrics}/sd
 Stop it with Ctrl-C or `npufleet stop`.
 """

@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from ..metrics.exporter import reachable
+from ..addresses import netloc, reachable
 from .series import ControllerSeries
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ControllerHttp:
         await web.TCPSite(self._runner, host, port).start()
         address = self._runner.addresses[0]
         node = ray.util.get_node_ip_address()
-        self.metrics_url = f"http://{reachable(address[0], node)}:{address[1]}/metrics"
+        self.metrics_url = f"http://{netloc(reachable(address[0], node), address[1])}/metrics"
 
     async def stop(self) -> None:
         """Stop listening."""

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..addresses import WILDCARDS
 from ..config import ModelConfig, from_dict
 from ..controller.progress import Phase
 from ..controller.registry import HEARTBEAT_S
@@ -111,7 +112,7 @@ class Engine:
         self._server = await serve_engine(self._llm, host, 0)
         self._info = EngineInfo(self.engine_id, self.config.name, device)
         # On the node's own address like the service, unless the user opened metrics to all.
-        wide = metrics_host if metrics_host in exporter.WILDCARDS else host
+        wide = metrics_host if metrics_host in WILDCARDS else host
         self._exporter = exporter.start(wide, node_address=host)
         self._endpoint = EngineEndpoint(
             engine_id=self.engine_id,

@@ -7,6 +7,8 @@ from threading import Thread
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
+from ..addresses import netloc, reachable
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
@@ -26,14 +28,6 @@ class Exporter:
         self._thread.join(timeout=5)
 
 
-WILDCARDS = ("0.0.0.0", "::")
-
-
-def reachable(host: str, node_address: str) -> str:
-    """Return the address under which others reach what listens on ``host``: the node's own for a wildcard."""
-    return node_address if host in WILDCARDS else host
-
-
 def start(
     host: str, port: int = 0, registry: CollectorRegistry | None = None, *, node_address: str = "127.0.0.1"
 ) -> Exporter:
@@ -48,5 +42,5 @@ def start(
     from prometheus_client import REGISTRY, start_http_server
 
     server, thread = start_http_server(port, addr=host, registry=registry or REGISTRY)
-    url = f"http://{reachable(host, node_address)}:{server.server_port}/metrics"
+    url = f"http://{netloc(reachable(host, node_address), server.server_port)}/metrics"
     return Exporter(url=url, _server=server, _thread=thread)

@@ -224,7 +224,7 @@ def test_how_to_talk_names_every_door(virtual: None, checkpoint: Path) -> None:
     for part in (
         "curl http://127.0.0.1:8000/v1",
         "from openai import OpenAI",
-        "VllmEngine at 0.0.0.0:50051",
+        "VllmEngine at 127.0.0.1:50051",
         "/sd",
     ):
         assert part in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 
 import pytest
+from npufleet.cluster import addresses
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.metrics import discovery, exporter
 from prometheus_client import CollectorRegistry, Gauge
@@ -42,8 +43,9 @@ def test_a_url_that_prometheus_cannot_scrape(url: str) -> None:
 
 
 def test_a_wildcard_is_advertised_as_the_node() -> None:
-    assert exporter.reachable("0.0.0.0", "10.0.0.1") == "10.0.0.1"
-    assert exporter.reachable("127.0.0.1", "10.0.0.1") == "127.0.0.1"
+    assert addresses.reachable("0.0.0.0", "10.0.0.1") == "10.0.0.1"
+    assert addresses.reachable("127.0.0.1", "10.0.0.1") == "127.0.0.1"
+    assert addresses.netloc("::1", 80) == "[::1]:80"
     running = exporter.start("0.0.0.0", 0, CollectorRegistry(), node_address="127.0.0.1")
     with urllib.request.urlopen(running.url, timeout=10) as response:
         assert response.status == 200
