@@ -81,6 +81,7 @@ CHECKPOINTS = (
     Checkpoint(
         name="llama-tp",
         model_type="llama",
+        seed=2,
         config={**PLAIN, "num_attention_heads": 8, "num_key_value_heads": 4},
     ),
     Checkpoint(name="qwen2", model_type="qwen2", config=PLAIN),

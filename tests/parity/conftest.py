@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported; a failed test shows enough
 
 from .checkpoints import BY_NAME, VOCAB, write
 from .reference import Greedy, greedy, load, prompts

@@ -39,6 +39,8 @@ def engine(path: Path | str, **settings: Any) -> Iterator[LLM]:
     """An engine on one NPU in this process, taken down on leaving."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_NO_USAGE_STATS", "1")
+        gc.freeze()  # vLLM collects garbage a dozen times per engine; what was imported before need not be searched
         llm = LLM(model=str(path), **{**SMALL, **settings})
         try:
             yield llm
@@ -46,7 +48,6 @@ def engine(path: Path | str, **settings: Any) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
             del llm
             cleanup_dist_env_and_memory()
-            gc.collect()
 
 
 @contextmanager
