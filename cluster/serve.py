@@ -23,7 +23,8 @@ from .config import FleetConfig
 from .status import how_to_talk, progress_line
 from .targets import Target, resolve
 
-POLL_S = 0.5
+POLL_S = 0.25  # for signals
+FOLLOW_S = 1.0  # each look at a starting fleet costs CPU that the start needs
 APPLICATION = "npufleet"
 
 
@@ -217,7 +218,7 @@ class _Fleet:
                     return
                 if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                     raise StartFailed(_why(application))
-            time.sleep(POLL_S)
+            time.sleep(FOLLOW_S)
 
     def _progress(self) -> dict[str, str]:
         """Return a line for each engine that says something; nothing while the controller is not up."""
