@@ -14,8 +14,9 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from ..router.errors import NoEngine, attempts_for
+from ..router.errors import NoEngine
 from ..router.picker import Lease, Picker, RequestInfo
+from ..router.retry import RetryBudget, worth_retrying
 from .engines import FeatureCache
 from .errors import client_error, no_engine, stalled
 from .metrics import GatewayMetrics
@@ -68,6 +69,7 @@ class Attempts:
         self._metrics = metrics
         self._features = features
         self._emit = emit
+        self._budget = RetryBudget(settings.retry_budget)
 
     async def serve(self, job: Job) -> VLLMError | None:
         """Run ``job`` to its end; the error that the client must get, or None when all outputs were
@@ -105,7 +107,8 @@ class Attempts:
                 job.call = None
                 lease.release(code)
                 self._metrics.attempts.labels(self._model, code.name).inc()
-            if job.sent or len(job.tried) >= attempts_for(code, self._settings.max_attempts):
+            may_retry = worth_retrying(code, len(job.tried), self._settings.max_attempts)
+            if job.sent or not may_retry or not self._budget.take():
                 return failure
 
     def _info(self, job: Job) -> RequestInfo:
@@ -149,6 +152,7 @@ class Attempts:
                 done = reader.feed(response, self._emit())
                 if not job.tokens:
                     lease.started()
+                    self._budget.succeeded()
                 job.tokens = reader.tokens
                 if done:
                     return

@@ -48,6 +48,7 @@ class Gateway:
             log_level="warning" if not settings.access_log else "info",
             access_log=settings.access_log,
             server_header=False,
+            timeout_keep_alive=75,  # longer than clients keep a connection idle, so that they close it
             timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
         )
         self._server = _Server(config)

@@ -36,6 +36,7 @@ class GatewaySettings:
     max_body_bytes: int = 32 * _MIB  # of one HTTP request; more is a 413
     access_log: bool = False
     max_attempts: int = 3  # engines that one request may try, all before anything reached the client
+    retry_budget: int = 256  # retries in reserve per model; a fifth of one comes back per success
     first_token_timeout: float = 600.0  # from sending a request to an engine to its first token
     token_gap_timeout: float = 120.0  # between two tokens of a stream
     request_timeout: float = 3600.0  # of a request that is answered in one piece
@@ -45,7 +46,7 @@ class GatewaySettings:
 
     def __post_init__(self) -> None:
         for name in (
-            "max_body_bytes", "max_attempts", "first_token_timeout", "token_gap_timeout",
+            "max_body_bytes", "max_attempts", "retry_budget", "first_token_timeout", "token_gap_timeout",
             "request_timeout", "control_timeout", "retry_after",
         ):  # fmt: skip
             if getattr(self, name) <= 0:

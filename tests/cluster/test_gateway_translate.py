@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from npufleet.cluster.gateway.logprobs import output_logprobs, prompt_logprobs
 from npufleet.cluster.gateway.requests import from_core_request, unknown_sampling_fields
 from npufleet.cluster.gateway.responses import ResponseReader
@@ -199,6 +201,18 @@ def test_the_last_token_of_the_budget_waits_for_the_finish() -> None:
 def test_the_context_limit_is_a_budget_too() -> None:
     outputs = read([chunk(4, 5, 6), chunk(4, 5, 6, 7), complete("length", 7)])
     assert shape(outputs) == [([4, 5, 6], None), ([4, 5, 6, 7], FinishReason.LENGTH)]
+
+
+@given(st.lists(st.lists(st.integers(3, EOS), min_size=1, max_size=4), min_size=1, max_size=6), st.data())
+def test_however_tokens_are_cut_all_come_once_and_the_finish_last(parts: list[list[int]], data: Any) -> None:
+    reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
+    outputs = read([*(chunk(*part) for part in parts), complete(reason, *parts[-1])])
+    assert [i for output in outputs for i in output.new_token_ids] == [i for part in parts for i in part]
+    finishes = [str(output.finish_reason) for output in outputs if output.finish_reason is not None]
+    assert finishes == [reason]
+    assert outputs[-1].finish_reason is not None
+    if parts[-1][-1] == EOS:
+        assert outputs[-1].new_token_ids == parts[-1]
 
 
 def test_an_answer_of_one_piece_has_everything() -> None:
