@@ -3,7 +3,7 @@
 import atexit
 import gc
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -36,6 +36,12 @@ class NPUWorker(Worker):
     """vLLM's worker on an NPU."""
 
     model_runner: "NPUModelRunner"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments as vLLM's worker."""
+        # A launcher on another host may have started this process without the driver's choice of runner.
+        current_platform.pre_register_and_update()
+        super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
         """Open this rank's NPU, join the process groups, measure memory and build the model runner.

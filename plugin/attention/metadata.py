@@ -107,6 +107,7 @@ class DenseMetadataBuilder(AttentionMetadataBuilder[DenseMetadata]):
         if buffer is None or buffer.shape[1] != width:
             buffer = table.new_zeros((max(self._max_requests, rows), width))
             self._block_table = buffer
+        assert rows <= buffer.shape[0]
         return buffer[:rows]
 
     def _bound_cache(self) -> PagedKV:
