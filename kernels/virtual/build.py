@@ -76,7 +76,7 @@ def build(say: Callable[[str], None] = lambda text: None) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as temporary:
         work, out = Path(temporary), Path(temporary) / "lib"
         out.mkdir()
-        say("compiling the virtual NPU (about half a minute, once)")
+        say("compiling the virtual NPU (about a minute, once)")
         _Build(compiler=compiler, work=work, out=out).run()
         try:
             os.rename(out, target)
