@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TELL_TIMEOUT_S = 5.0
+GOODBYE_TIMEOUT_S = 1.0  # when a whole fleet stops, the controller may be gone first
 ASK_TIMEOUT_S = 30.0
 
 
@@ -35,18 +36,16 @@ class ControllerClient:
 
     async def report(self, phase: Phase, detail: str, seconds: dict[str, float]) -> None:
         """Say how far the start has come."""
-        await self._tell("report", self._model, str(phase), detail, dict(seconds))
+        call = self._controller.report.remote(self._engine_id, self._model, str(phase), detail, dict(seconds))
+        await self._answer(call, TELL_TIMEOUT_S)
 
-    async def heartbeat(self, endpoint: dict[str, Any]) -> None:
-        """Register this engine, or keep it registered."""
-        await self._answer(self._controller.heartbeat.remote(endpoint), TELL_TIMEOUT_S)
+    async def heartbeat(self, endpoint: dict[str, Any], seconds: float = TELL_TIMEOUT_S) -> None:
+        """Register this engine, or keep it registered; wait for the controller at most ``seconds``."""
+        await self._answer(self._controller.heartbeat.remote(endpoint), seconds)
 
     async def unregister(self) -> None:
         """Say goodbye."""
-        await self._tell("unregister")
-
-    async def _tell(self, method: str, *args: Any) -> None:
-        await self._answer(getattr(self._controller, method).remote(self._engine_id, *args), TELL_TIMEOUT_S)
+        await self._answer(self._controller.unregister.remote(self._engine_id), GOODBYE_TIMEOUT_S)
 
     async def _answer(self, call: Any, seconds: float) -> Any:
         from ray.exceptions import RayError

@@ -29,7 +29,7 @@ from ..placement import group as placement_group
 from ..placement.plan import Bundle, Plan
 from . import orphan
 from .build import preload, start
-from .client import ControllerClient
+from .client import GOODBYE_TIMEOUT_S, ControllerClient
 from .phases import PhaseListener
 from .series import EngineInfo
 
@@ -165,7 +165,7 @@ class Engine:
             await asyncio.sleep(WATCH_S)
 
     async def _heartbeats(self) -> None:
-        while True:
+        while self.dead is None:
             await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -195,7 +195,7 @@ class Engine:
         for task in self._tasks:
             task.cancel()
         self._endpoint = replace(self._endpoint, state=EngineState.DRAINING)
-        await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+        await self._controller.heartbeat(endpoint_to_dict(self._endpoint), GOODBYE_TIMEOUT_S)
         await self._server.drain(DRAIN_S)
         await self._controller.unregister()
         await self._release()
