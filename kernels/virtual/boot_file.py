@@ -29,7 +29,7 @@ class Finder:
         finally:
             cls.busy = False
         if spec is not None and spec.loader is not None:
-            spec.loader = Loader(spec.loader)
+            spec.loader = Loader(spec.loader)  # type: ignore[assignment]  # not imported here: keep start cheap
         return spec
 
 

@@ -1,11 +1,13 @@
 """RMS norms through the fused operators."""
 
+from typing import TypeAlias
+
 import torch
 from npufleet.kernels.ops import norm as ops
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class NPURMSNorm(RMSNorm):
