@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from npufleet.kernels.ops.sampling import MAX_TOP_K, top_k_top_p
 from vllm.config.model import LogprobsMode
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from npufleet.kernels.ops.sampling import MAX_TOP_K, top_k_top_p
 
 
 class NPUTopKTopPSampler(TopKTopPSampler):

@@ -55,8 +55,7 @@ class PhaseListener:
         self._socket.setblocking(False)
 
     def poll(self) -> StartPhase | None:
-        """Return the next phase that was announced, None if there is none yet; fills ``shared`` on the way.
-        """
+        """Return the next phase that was announced, None if there is none yet; fills ``shared`` on the way."""
         while True:
             try:
                 text = self._socket.recv(1 << 16).decode()

@@ -9,11 +9,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from prometheus_client import CollectorRegistry, start_http_server
+
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.pool import StaticSource
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.server import serve_router
-from prometheus_client import CollectorRegistry, start_http_server
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
 import grpc
+
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
 from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import grpc
+
 from npufleet.cluster.router.call import Call, CallError
 from npufleet.cluster.router.errors import LOST
 from npufleet.cluster.router.member import Member

@@ -10,6 +10,7 @@ from functools import partial
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
 from npufleet.cluster.router.call import Body, handler
 from npufleet.cluster.router.control import Control
 from npufleet.cluster.router.health import HEALTH_SERVICE, HealthService

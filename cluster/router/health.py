@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from npufleet.cluster.router.pool import EnginePool
 from npufleet.cluster.router.wire import SERVICE
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from enum import StrEnum
 
 import grpc
+
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.base import EngineLoad
 from npufleet.cluster.router.errors import BROKE, LOST

@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
-from npufleet.cluster.router.member import Member, MemberState
-from npufleet.cluster.router.pool import EnginePool
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from npufleet.cluster.router.member import Member, MemberState
+from npufleet.cluster.router.pool import EnginePool
 
 UNKNOWN_MODEL = "unknown"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 
 import grpc
+
 from npufleet.cluster.endpoints import EngineEndpoint
 from npufleet.cluster.router.base import Policy, RequestInfo, decide
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason

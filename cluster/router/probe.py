@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 from grpc_health.v1 import health_pb2
+
 from npufleet.cluster.router.base import LoadReport
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import path, pb

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+
 from npufleet.cluster.router.call import Call, CallError
 from npufleet.cluster.router.errors import BROKE, LOST
 from npufleet.cluster.router.metrics import RouterMetrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+
 from npufleet.cluster.router.errors import attempts_for
 
 _EARNED = 0.2  # retries that one success gives back

@@ -10,6 +10,8 @@ import logging
 from dataclasses import dataclass
 
 import grpc
+from prometheus_client import CollectorRegistry
+
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.base import Policy
 from npufleet.cluster.router.front import Front
@@ -18,7 +20,6 @@ from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.pool import EnginePool
 from npufleet.cluster.router.registry import DEFAULT_POLICY, load_policy
 from npufleet.cluster.router.settings import RouterSettings
-from prometheus_client import CollectorRegistry
 
 _log = logging.getLogger(__name__)
 

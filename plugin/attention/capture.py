@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from npufleet.kernels.ops.attention import CapturedAttention, PagedAttentionCall, update_all
 
 Workspaces = dict[tuple[Any, ...], torch.Tensor]

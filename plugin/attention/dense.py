@@ -4,8 +4,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from npufleet.kernels.ops.attention import PagedAttentionCall, varlen_attention
-from npufleet.kernels.ops.kv_cache import write_kv
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -15,6 +13,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from npufleet.kernels.ops.attention import PagedAttentionCall, varlen_attention
+from npufleet.kernels.ops.kv_cache import write_kv
 
 from .capture import recorder
 from .layout import BLOCK_SIZES, SUPPORTED_LAYOUTS, PagedKV, half_page_spec, paged_kv

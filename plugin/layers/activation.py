@@ -1,9 +1,10 @@
 """Gated activations through the fused operators."""
 
 import torch
-from npufleet.kernels.ops import activation as ops
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+from npufleet.kernels.ops import activation as ops
 
 
 class NPUSiluAndMul(SiluAndMul):

@@ -3,9 +3,10 @@
 from typing import TypeAlias
 
 import torch
-from npufleet.kernels.ops import norm as ops
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from npufleet.kernels.ops import norm as ops
 
 Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -5,7 +5,6 @@ way of applying it; so one mixin serves them all, and a class per class of vLLM 
 """
 
 import torch
-from npufleet.kernels.ops import rope as ops
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.rotary_embedding import (
     DynamicNTKAlphaRotaryEmbedding,
@@ -18,6 +17,8 @@ from vllm.model_executor.layers.rotary_embedding import (
     YaRNScalingRotaryEmbedding,
 )
 from vllm.model_executor.layers.rotary_embedding.gemma4_rope import Gemma4RotaryEmbedding
+
+from npufleet.kernels.ops import rope as ops
 
 Rotated = tuple[torch.Tensor, torch.Tensor | None]
 

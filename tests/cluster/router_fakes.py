@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from npufleet.cluster.endpoints import EngineEndpoint, EngineState, Snapshot
-from npufleet.cluster.router.server import RouterHandle, serve_router
-from npufleet.cluster.router.settings import RouterSettings
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
+
+from npufleet.cluster.endpoints import EngineEndpoint, EngineState, Snapshot
+from npufleet.cluster.router.server import RouterHandle, serve_router
+from npufleet.cluster.router.settings import RouterSettings
 
 MODEL = "tiny"
 QUICK = RouterSettings(

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+
 from npufleet.cluster import config
 from npufleet.cluster.controller import source as source_module
 from npufleet.cluster.controller.progress import Phase, ProgressBoard

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from npufleet.cluster import demo_model
 
 KNOWN_TOKENS = {"What is the capital of France?": [1780, 314, 260, 3575, 282, 4649, 47]}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import urllib.request
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
 from npufleet.cluster import addresses
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.metrics import discovery, exporter
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.parser import text_string_to_metric_families
 
 
 def endpoint(engine: str, url: str) -> EngineEndpoint:

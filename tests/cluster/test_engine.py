@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from npufleet.cluster.config import ModelConfig
 from npufleet.cluster.engine import build, orphan, phases, replica
 from npufleet.cluster.engine.phases import PhaseListener, StartPhase

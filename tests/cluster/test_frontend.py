@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from npufleet.cluster import app, config
 from npufleet.cluster.frontend import bound, read_keys
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from npufleet.cluster.gateway.bundle import make_directory
 from npufleet.cluster.gateway.dispatch import Dispatcher
 from npufleet.cluster.gateway.frontend import parse_args
@@ -22,7 +23,6 @@ from npufleet.cluster.gateway.metrics import GatewayMetrics
 from npufleet.cluster.gateway.process import GATEWAY_ENV
 from npufleet.cluster.gateway.server import bind
 from npufleet.cluster.gateway.settings import GatewaySettings, ModelSpec
-
 from tests.fakes.tokenizer import make_tokenizer_dir
 
 

@@ -12,12 +12,13 @@ import textwrap
 from typing import Any
 
 import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerManager
+
 from npufleet.cluster.gateway.client import FleetClient
 from npufleet.cluster.gateway.metrics import GatewayMetrics, ModelStats
 from npufleet.cluster.gateway.settings import GatewaySettings
 from npufleet.cluster.gateway.transport import GrpcEngineCore
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import StatLoggerManager
 
 
 def attributes_of_self(function: Any, *, stored: bool) -> set[str]:

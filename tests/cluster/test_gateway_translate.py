@@ -8,11 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from npufleet.cluster.gateway.logprobs import output_logprobs, prompt_logprobs
-from npufleet.cluster.gateway.requests import from_core_request, unknown_sampling_fields
-from npufleet.cluster.gateway.responses import ResponseReader
-from npufleet.cluster.proto.extension import FIELDS
-from npufleet.cluster.proto.features import EngineFeatures
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import (
@@ -22,6 +17,12 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from npufleet.cluster.gateway.logprobs import output_logprobs, prompt_logprobs
+from npufleet.cluster.gateway.requests import from_core_request, unknown_sampling_fields
+from npufleet.cluster.gateway.responses import ResponseReader
+from npufleet.cluster.proto.extension import FIELDS
+from npufleet.cluster.proto.features import EngineFeatures
 
 EVERYTHING = EngineFeatures(fields=frozenset(FIELDS))
 STOCK = EngineFeatures()

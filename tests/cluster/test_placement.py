@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from npufleet.cluster.placement import ray_state
 from npufleet.cluster.placement.ledger import PROMISE_S, Ledger
 from npufleet.cluster.placement.plan import Node, NoRoom, Request, Topology, plan

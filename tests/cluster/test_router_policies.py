@@ -9,6 +9,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.base import EngineLoad, LoadReport, RequestInfo, decide
 from npufleet.cluster.router.errors import BROKE, FULL, LOST, attempts_for

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.picker import NoEngine, RequestInfo
 from npufleet.cluster.router.settings import RouterSettings

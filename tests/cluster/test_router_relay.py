@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import grpc
 import pytest
-from npufleet.cluster.router.settings import RouterSettings
 from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from npufleet.cluster.router.settings import RouterSettings
 
 from .router_fakes import (
     MODEL,

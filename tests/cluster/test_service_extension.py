@@ -8,6 +8,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from npufleet.cluster.proto import extension, features
 from npufleet.cluster.proto.extension import EXTENSION_KEY, ExtensionError
 

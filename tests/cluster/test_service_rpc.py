@@ -11,15 +11,15 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from npufleet.cluster.engine.service import EngineServer, serve_engine
-from npufleet.cluster.engine.service_rpc import SERVICE_NAME
-from npufleet.cluster.proto.extension import EXTENSION_KEY, FIELDS, MAX_ENCODED_BYTES, encode
-from npufleet.cluster.proto.features import read
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from npufleet.cluster.engine.service import EngineServer, serve_engine
+from npufleet.cluster.engine.service_rpc import SERVICE_NAME
+from npufleet.cluster.proto.extension import EXTENSION_KEY, FIELDS, MAX_ENCODED_BYTES, encode
+from npufleet.cluster.proto.features import read
 from tests.fakes.async_llm import FakeAsyncLLM
 
 CODE = grpc.StatusCode

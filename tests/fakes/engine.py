@@ -16,12 +16,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from npufleet.cluster.proto.extension import ExtensionError, from_metadata
-from npufleet.cluster.proto.features import advertise
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_servicer.tokenizer_bundle import TokenizerBundle, tokenizer_chunks
+
+from npufleet.cluster.proto.extension import ExtensionError, from_metadata
+from npufleet.cluster.proto.features import advertise
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING

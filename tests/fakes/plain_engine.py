@@ -35,14 +35,15 @@ def write_checkpoint(directory: Path) -> None:
 async def serve(directory: Path) -> None:
     """Run both servers until SIGTERM."""
     import uvicorn
-    from npufleet.cluster.engine.service import serve_engine
-    from npufleet.cluster.gateway.server import bind
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from npufleet.cluster.engine.service import serve_engine
+    from npufleet.cluster.gateway.server import bind
 
     argv = f"--model {directory} --served-model-name {NAME} --dtype float32 --enforce-eager --max-num-seqs 8"
     argv += f" --max-num-batched-tokens 256 --num-gpu-blocks-override 64 --max-model-len {MAX_MODEL_LEN}"

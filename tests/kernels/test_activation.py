@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from npufleet.kernels.ops import activation
 
 from .formulas import DTYPES, assert_close

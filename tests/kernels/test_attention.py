@@ -2,9 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
 from npufleet.kernels.ops import attention
 from npufleet.kernels.reference import attention_math
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from . import formulas
 from .formulas import DTYPES, assert_close

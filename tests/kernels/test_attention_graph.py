@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from npufleet.kernels.ops import attention
 
 from .formulas import assert_close

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from npufleet.kernels.ops import kv_cache
 
 from .formulas import DTYPES

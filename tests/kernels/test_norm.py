@@ -1,8 +1,9 @@
 import pytest
 import torch
-from npufleet.kernels.ops import norm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from npufleet.kernels.ops import norm
 
 from . import formulas
 from .formulas import DTYPES, assert_close

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch_npu  # noqa: F401  (declares the schemas)
+
 from npufleet.kernels import reference
 
 from . import formulas

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from npufleet.kernels.reference import KERNELS
 
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu_(1)

@@ -1,11 +1,12 @@
 import pytest
 import torch
-from npufleet.kernels.ops import rope
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from npufleet.kernels.ops import rope
 
 from . import formulas
 from .formulas import DTYPES, assert_close

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from npufleet.kernels.ops import sampling
 
 from . import formulas

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import npufleet.kernels.ops
 import pytest
 import torch
-from npufleet.kernels.ops import activation, attention, kv_cache, norm, rope, sampling
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+import npufleet.kernels.ops
+from npufleet.kernels.ops import activation, attention, kv_cache, norm, rope, sampling
 
 from .paged import make_case
 

@@ -89,7 +89,7 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
 
 
 def logprob_error(output: RequestOutput, expected: Any) -> float:
-    """Largest distance between the log probabilities of a request and ``expected`` [steps, vocab], over all reported."""
+    """Largest distance between the log probabilities of a request and ``expected`` [steps, vocab], of all reported."""
     steps = output.outputs[0].logprobs
     assert steps is not None and len(steps) == len(expected), "the engine did not report log probabilities"
     return max(

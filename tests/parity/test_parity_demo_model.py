@@ -59,14 +59,14 @@ def check(outputs, expected: list[Greedy], tolerance: float) -> None:
         assert logprob_error(output, result.logprobs) < tolerance
 
 
+def test_eager_mode_equals_transformers(path, expected):
+    """First in this file: leaving an engine ends what another one of this process would still need."""
+    with engine(path, num_gpu_blocks_override=64) as eager:
+        check(greedy(eager, [result.prompt for result in expected], STEPS, logprobs=3), expected, 2e-3)
+
+
 def test_graph_mode_equals_transformers(llm, expected):
     check(greedy(llm, [result.prompt for result in expected], STEPS, logprobs=3), expected, 2e-3)
-
-
-def test_eager_mode_equals_graph_mode(llm, path, expected):
-    batch = [result.prompt for result in expected]
-    with engine(path, num_gpu_blocks_override=64) as eager:
-        assert tokens(greedy(eager, batch, 32)) == tokens(greedy(llm, batch, 32))
 
 
 def test_json_schema(llm):

@@ -46,7 +46,9 @@ def test_prefix_cache_hit(served, references):
     expected = [result.tokens for result in references(name)]
     greedy(llm, prompts(VOCAB), 1)
     outputs = greedy(llm, prompts(VOCAB), STEPS)
-    assert cached(outputs)[-2:] == [128, 256], "the long prompts were expected to find their prefix in the cache"
+    assert cached(outputs)[-2:] == [128, 256], (
+        "the long prompts were expected to find their prefix in the cache"
+    )
     assert tokens(outputs) == expected
 
 

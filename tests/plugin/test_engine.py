@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import LLM, SamplingParams
+
 from npufleet.plugin.attention.layout import paged_kv
 from npufleet.plugin.graph import ACLGraphWrapper
 from npufleet.plugin.model_runner import NPUModelRunner
 from npufleet.plugin.sampler import NPUTopKTopPSampler
-from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import LLM, SamplingParams
 
 BLOCK = 128
 Prompt = dict[str, list[int]]

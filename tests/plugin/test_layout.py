@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
 from npufleet.plugin.attention.layout import (
     SUPPORTED_LAYOUTS,
     half_page_spec,
@@ -9,8 +12,6 @@ from npufleet.plugin.attention.layout import (
     scale_block_table,
     scale_slots,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 BLOCKS, BLOCK, HEADS, HEAD = 5, 128, 2, 16
 

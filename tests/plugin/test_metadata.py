@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from npufleet.plugin.attention.metadata import host_lengths
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from npufleet.plugin.attention.metadata import host_lengths
 
 
 def batch(queries: list[int], computed: list[int], padded_requests: int = 0, padded_tokens: int = 0):

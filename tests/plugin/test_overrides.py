@@ -5,8 +5,9 @@ import inspect
 import textwrap
 
 import pytest
-from npufleet.plugin.overrides import OVERRIDES, Override, apply_overrides
 from vllm.v1.worker import gpu_model_runner
+
+from npufleet.plugin.overrides import OVERRIDES, Override, apply_overrides
 
 
 def cuda_names(source: str) -> set[str]:

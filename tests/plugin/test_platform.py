@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import vllm
-from npufleet.plugin import register, register_layers
-from npufleet.plugin.attention import BACKENDS
-from npufleet.plugin.platform import NPUPlatform
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from npufleet.plugin import register, register_layers
+from npufleet.plugin.attention import BACKENDS
+from npufleet.plugin.platform import NPUPlatform
 
 
 def test_the_entry_point_names_the_platform_that_vllm_then_runs() -> None:

@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 import torch
-from npufleet.plugin.triton_kernels import REPLACEMENTS, compute_slot_mapping
 from vllm.triton_utils.dispatcher import _kernel_arg_names, _resolve_kernel
+
+from npufleet.plugin.triton_kernels import REPLACEMENTS, compute_slot_mapping
 
 PAD = -1
 

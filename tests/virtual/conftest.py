@@ -1,6 +1,7 @@
 """Tests of the virtual NPU run where this environment has one."""
 
 import pytest
+
 from npufleet.kernels.virtual import environment
 
 

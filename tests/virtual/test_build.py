@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from npufleet.kernels.virtual import build, settings
 
 from .process import run

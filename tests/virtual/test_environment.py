@@ -7,6 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
+
 from npufleet.kernels.virtual import environment
 
 from .process import attempt, run

@@ -189,9 +189,7 @@ def _objects_and_groups(place: Place) -> list[str]:
 def _everything(place: Place) -> dict[str, list[str]]:
     import torch.distributed as dist
 
-    found = {
-        step.__name__: step(place) for step in (_all_reduces, _moves, _exchanges, _objects_and_groups)
-    }
+    found = {step.__name__: step(place) for step in (_all_reduces, _moves, _exchanges, _objects_and_groups)}
     dist.destroy_process_group()
     return found
 

@@ -1,6 +1,7 @@
 """NPUFLEET_DEVICE: what it may say and what is refused."""
 
 import pytest
+
 from npufleet.kernels.virtual import settings
 
 GIB = 1 << 30

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_npu
+
 from npufleet.kernels.virtual import boot, build, environment, stand_ins
 
 from .process import attempt
