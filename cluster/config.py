@@ -97,8 +97,10 @@ def from_yaml(path: Path) -> FleetConfig:
     if not path.is_file():
         raise ValueError(f"{path}: no such configuration file")
     try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {error}") from error
     return from_dict(data, where=str(path))
 

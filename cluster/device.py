@@ -53,7 +53,11 @@ def virtual_npu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def virtual_enabled() -> bool:
-    """Say whether the virtual NPU is enabled in this Python environment."""
+    """Say whether the virtual NPU is enabled in this Python environment.
+
+    Raises:
+        ValueError: if it refuses what ``NPUFLEET_DEVICE`` says.
+    """
     return _virtual_status().get("virtual NPU", "").split()[:1] == ["enabled"]
 
 
@@ -65,8 +69,10 @@ def virtual_stale() -> str:
 def _virtual_status() -> dict[str, str]:
     if importlib.util.find_spec("npufleet.kernels") is None:
         return {}
-    said = virtual_npu("status").stdout
-    return dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
+    status = virtual_npu("status")
+    if status.returncode and status.stderr.startswith("error: "):  # its own words: a wrong setting
+        raise ValueError(status.stderr.removeprefix("error: ").strip())
+    return dict(line.split(":", 1) for line in status.stdout.splitlines() if ":" in line)
 
 
 def detect(wanted: str | None = None) -> Device:

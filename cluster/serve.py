@@ -52,7 +52,9 @@ def serve(args: argparse.Namespace) -> int:
     console = Console()
     target = resolve(args, console.say)
     config = target.config
-    _check_ports(config, args.address)
+    if not args.address:  # ports and files are those of the cluster's nodes otherwise
+        _check_files(config)
+        _check_ports(config)
     stop = _Stop()
     fleet = _Fleet(config=config, console=console, stop=stop)
     code = 1
@@ -73,9 +75,17 @@ def serve(args: argparse.Namespace) -> int:
     return code if clean else 1
 
 
-def _check_ports(config: FleetConfig, address: str | None) -> None:
-    if address:  # the ports are opened on the cluster's nodes
-        return
+def _check_files(config: FleetConfig) -> None:
+    for model in config.models:
+        if not (Path(model.source) / "config.json").is_file():
+            raise ValueError(
+                f"the source of model {model.name!r} is {model.source!r}; "
+                "expected a folder with a Hugging Face checkpoint (config.json)"
+            )
+    _first_key(config)
+
+
+def _check_ports(config: FleetConfig) -> None:
     wanted = [
         ("gateway", config.gateway.host, config.gateway.port),
         ("router", config.router.host, config.router.port),

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from npufleet.cluster import cli, demo_model, device, local, runs, serve, status, targets
 from npufleet.cluster.device import Device
 
@@ -99,6 +100,7 @@ def test_the_demo_is_two_engines_and_knows_its_answer(virtual: None, monkeypatch
         (["DIR", "--set", "name=["], "is not a YAML value"),
         (["DIR", "--policy", "best"], "got 'best'"),
         (["DIR", "--replicas", "0"], "expected an integer from 1"),
+        (["DIR", "--set", "gateway.api_keys=/absent"], "cannot read /absent"),
     ],
 )
 def test_wrong_use_is_said_in_one_line(
@@ -107,6 +109,15 @@ def test_wrong_use_is_said_in_one_line(
     given = [str(checkpoint) if argument == "DIR" else argument for argument in arguments]
     assert cli.main(["serve", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_absent_checkpoint_is_named_before_ray(
+    virtual: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("device: virtual\nmodels: [{name: m, source: /absent}]\n")
+    assert cli.main(["serve", str(file)]) == 2
+    assert "the source of model 'm' is '/absent'; expected a folder" in capsys.readouterr().err
 
 
 def test_an_engine_larger_than_the_machine_is_refused_before_ray(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from npufleet.cluster import config
 from npufleet.cluster.engine import args as engine_args
 
@@ -74,6 +75,9 @@ def test_yaml_file(tmp_path: Path) -> None:
     assert config.from_yaml(file).models[0].engines == 2
     file.write_text("models: [")
     with pytest.raises(ValueError, match="not valid YAML"):
+        config.from_yaml(file)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="fleet.yaml: not valid YAML"):
         config.from_yaml(file)
     with pytest.raises(ValueError, match="no such configuration file"):
         config.from_yaml(tmp_path / "absent.yaml")

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
+
 from npufleet.cluster import device, doctor
 from npufleet.cluster.doctor import Level
-from packaging.specifiers import SpecifierSet
 
 
 def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -49,6 +50,12 @@ def test_virtual_npus_where_enabled(enabled: None, monkeypatch: pytest.MonkeyPat
         device.detect("npu")
     monkeypatch.setenv("NPUFLEET_DEVICE", "8 cards")
     with pytest.raises(ValueError, match="NPUFLEET_DEVICE is '8 cards'; expected virtual:COUNT"):
+        device.detect()
+
+
+def test_a_refused_setting_is_not_a_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPUFLEET_DEVICE", "virtual:99")  # what the virtual NPU's own command line says of it
+    with pytest.raises(ValueError, match="NPUFLEET_DEVICE='virtual:99': COUNT must be"):
         device.detect()
 
 
