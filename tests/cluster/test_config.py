@@ -77,7 +77,7 @@ def test_yaml_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not valid YAML"):
         config.from_yaml(file)
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="fleet.yaml: not valid YAML"):
+    with pytest.raises(ValueError, match="not valid YAML"):
         config.from_yaml(file)
     with pytest.raises(ValueError, match="no such configuration file"):
         config.from_yaml(tmp_path / "absent.yaml")
