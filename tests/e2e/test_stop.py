@@ -6,11 +6,14 @@ import re
 import socket
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
+
 from npufleet.cluster import runs
 
 from .fleet import Fleet, gone
+from .load import Load
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
@@ -25,7 +28,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in found if path.exists()}
 
 
-def test_a_stop_leaves_nothing(fleet: Fleet) -> None:
+def test_a_stop_lets_answers_end_and_leaves_nothing(fleet: Fleet, client: openai.OpenAI) -> None:
     assert fleet.process is not None
     run = runs.find(fleet.name)
     folder = Path(run.folder)
@@ -37,7 +40,10 @@ def test_a_stop_leaves_nothing(fleet: Fleet) -> None:
     ports = {fleet.http, fleet.grpc, fleet.metrics}
     ports |= {int(engine["address"].rsplit(":", 1)[1]) for engine in fleet.status()["engines"]}
 
+    load = Load(client, 2, tokens=24)
     assert fleet.stop() == 0, fleet.said()
+    whole, _ = load.wait()
+    assert len(whole) == 2, "running answers may end first"
 
     assert "had to kill" not in fleet.said()
     assert [process.pid for process in family if not gone(process)] == []
