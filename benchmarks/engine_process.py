@@ -1,7 +1,7 @@
 """One vLLM engine as a child process that runs a batch whenever it is told to; see :class:`Engine`.
 
-Run by file name under either Python (this environment's, or the one with vLLM's CPU backend), so it imports nothing
-of ours. It speaks in lines of JSON that begin with a mark, because vLLM logs to the same output.
+Run by file name under either Python (this environment's, or the one with vLLM's CPU backend), so it imports
+nothing of ours. It speaks in lines of JSON that begin with a mark, because vLLM logs to the same output.
 """
 
 from __future__ import annotations

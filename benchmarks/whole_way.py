@@ -1,9 +1,10 @@
 """Part b: concurrent streams through gateway and router against the same engine alone.
 
-``npufleet serve`` brings up one engine. Rounds alternate between two ways to it: streaming ``/v1/completions`` at the
-gateway (HTTP, gateway, router, gRPC), and streaming ``Generate`` calls straight at the engine's gRPC port. Prompts,
-batch and engine are the same, so the ratio is what the way costs. For comparison, an engine of the same settings runs
-as vLLM's ``AsyncLLM`` in a process of its own: no gRPC, no Ray.
+``npufleet serve`` brings up one engine. Rounds alternate between two ways to it: streaming
+``/v1/completions`` at the gateway (HTTP, gateway, router, gRPC), and streaming ``Generate`` calls straight
+at the engine's gRPC port. Prompts, batch and engine are the same, so the ratio is what the way costs. For
+comparison, an engine of the same settings runs as vLLM's ``AsyncLLM`` in a process of its own: no gRPC, no
+Ray.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Tiny random checkpoints, one for each model feature that the attention backend and the layers must get right.
+"""Tiny random checkpoints, one for each model feature that attention and layers must get right.
 
-A checkpoint is written when a test asks for it, from a fixed seed, in the format that both Hugging Face transformers
-and vLLM read. The weights are scaled so that attention, positions and norms all matter for the result, and so that
-the two largest logits of a greedy step are clearly apart: a token that differs is then an error, not rounding.
+A checkpoint is written when a test asks for it, from a fixed seed, in the format that both Hugging Face
+transformers and vLLM read. The weights are scaled so that attention, positions and norms all matter for the
+result, and so that the two largest logits of a greedy step are clearly apart: a token that differs is then
+an error, not rounding.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MAX_LEN = 512
 class Checkpoint:
     """What makes one tiny model.
 
-    ``config`` holds transformers configuration keys besides the common ones. ``without`` are the same keys with the
-    feature under test switched off: the tests check that the answer then changes, so a backend that ignores the
-    feature cannot pass.
+    ``config`` holds transformers configuration keys besides the common ones. ``without`` are the same keys
+    with the feature under test switched off: the tests check that the answer then changes, so a backend that
+    ignores the feature cannot pass.
     """
 
     name: str
@@ -126,7 +127,7 @@ BY_NAME = {checkpoint.name: checkpoint for checkpoint in CHECKPOINTS}
 
 
 def build_model(checkpoint: Checkpoint, *, feature: bool = True) -> PreTrainedModel:
-    """The random model in fp32 on the CPU, eager attention, every parameter drawn from ``checkpoint.seed``."""
+    """The random model in fp32 on the CPU, eager attention, every parameter from ``checkpoint.seed``."""
     config = AutoConfig.for_model(checkpoint.model_type, **checkpoint.full_config(feature=feature))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     draw = torch.Generator().manual_seed(checkpoint.seed)
@@ -140,8 +141,9 @@ def build_model(checkpoint: Checkpoint, *, feature: bool = True) -> PreTrainedMo
 def _draw(name: str, weight: torch.Tensor, draw: torch.Generator, *, gemma: bool) -> torch.Tensor:
     noise = torch.randn(weight.shape, generator=draw)
     if name == "model.norm.weight" and gemma:
-        # Gemma ties the output matrix to the embedding: small embeddings let the layers decide the next token (large
-        # ones would repeat the last token), and the last norm brings the logits back to a deviation of several units.
+        # Gemma ties the output matrix to the embedding: small embeddings let the layers decide the next token
+        # (large ones would repeat the last token), and the last norm brings the logits back to a deviation of
+        # several units.
         return noise * 10.0 + 120.0
     if "norm" in name:  # around one; Gemma stores the weight as the distance from one
         return noise * 0.2 + (0.0 if gemma else 1.0)
@@ -157,7 +159,7 @@ def _draw(name: str, weight: torch.Tensor, draw: torch.Generator, *, gemma: bool
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write the checkpoint as a Hugging Face folder (no tokenizer: the tests speak in token ids) and return it."""
+    """Write the checkpoint as a Hugging Face folder and return it (no tokenizer: tests use token ids)."""
     path = folder / checkpoint.name
     if not (path / "config.json").exists():
         build_model(checkpoint).save_pretrained(path)

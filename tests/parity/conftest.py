@@ -1,4 +1,4 @@
-"""Fixtures of the parity tests: checkpoints and references are made once per session, engines once per module."""
+"""Fixtures of the parity tests: checkpoints and references are made once per session."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def references(checkpoint_path: Callable[[str], Path]) -> Callable[[str], list[G
 
 @pytest.fixture
 def bfloat16_table(request: pytest.FixtureRequest) -> list[tuple[str, float, float, float, float]]:
-    """Rows (checkpoint, our mean and largest error, those of transformers) that the summary of the run prints."""
+    """Rows (checkpoint, our mean and largest error, those of transformers) of the run's summary."""
     return request.config.stash.setdefault(BFLOAT16_ROWS, [])
 
 

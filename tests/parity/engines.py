@@ -18,8 +18,8 @@ GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
 }
-# Longer prompts do not fit in one step of 64 tokens: every engine of these tests prefills them in chunks, next to
-# requests that already decode.
+# Longer prompts do not fit in one step of 64 tokens: every engine of these tests prefills them in chunks, next
+# to requests that already decode.
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -40,7 +40,7 @@ def engine(path: Path | str, **settings: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
-        gc.freeze()  # vLLM collects garbage a dozen times per engine; what was imported before need not be searched
+        gc.freeze()  # vLLM collects garbage a dozen times per engine: spare it what was imported before
         llm = LLM(model=str(path), **{**SMALL, **settings})
         try:
             yield llm
@@ -52,7 +52,7 @@ def engine(path: Path | str, **settings: Any) -> Iterator[LLM]:
 
 @contextmanager
 def worker_engine(path: Path | str, world_size: int, **settings: Any) -> Iterator[LLM]:
-    """A tensor-parallel engine whose workers are processes of their own (the engine core stays in this one)."""
+    """A tensor-parallel engine whose workers are processes (the engine core stays in this one)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -89,7 +89,7 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
 
 
 def logprob_error(output: RequestOutput, expected: Any) -> float:
-    """Largest distance between the log probabilities of a request and ``expected`` [steps, vocab], of all reported."""
+    """Largest distance of the reported log probabilities of a request from ``expected`` [steps, vocab]."""
     steps = output.outputs[0].logprobs
     assert steps is not None and len(steps) == len(expected), "the engine did not report log probabilities"
     return max(

@@ -1,7 +1,8 @@
 """bfloat16 on an NPU against transformers: the error may not be larger than what bfloat16 itself costs.
 
-Tokens may differ in bfloat16, so the tests score fixed sequences (prompt and fp32 answer) and compare the log
-probability of each token with the fp32 reference. transformers in bfloat16 shows how large that error is anyway.
+Tokens may differ in bfloat16, so the tests score fixed sequences (prompt and fp32 answer) and compare the
+log probability of each token with the fp32 reference. transformers in bfloat16 shows how large that error is
+anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The checkpoints are worth testing with: greedy steps are decided clearly, and each feature changes the answer."""
+"""The checkpoints are worth testing with: greedy steps are decided clearly, and each feature changes the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_the_feature_changes_the_answer(checkpoint: Checkpoint, references):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_with_a_cache_agrees(name, references, checkpoint_path):
-    """The reference decodes without any cache; the one kind of parity test that cannot afford this uses a cache."""
+    """The reference decodes without any cache; the one kind of parity test that cannot afford this uses a
+    cache.
+    """
     from .reference import load
 
     model = load(checkpoint_path(name))

@@ -17,13 +17,16 @@ PROMPTS = prompts(VOCAB)[1:]  # the example connector miscounts a prompt of one 
 
 
 def with_storage(folder: Path, **settings):
-    """Settings of an engine that keeps the KV blocks of prompts as files in ``folder`` (vLLM's example connector)."""
+    """Settings of an engine that keeps the KV blocks of prompts as files in ``folder`` (vLLM's example
+    connector).
+    """
     transfer = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
-    # The connector stores a prompt in one piece, so a step must hold the longest one; prefix caching would hide it.
+    # The connector stores a prompt in one piece, so a step must hold the longest one; prefix caching would
+    # hide it.
     return {
         "kv_transfer_config": transfer,
         "max_num_batched_tokens": 512,
@@ -53,7 +56,9 @@ def test_another_engine_continues_from_the_files(mode, storage, checkpoint_path,
 
 
 def test_the_files_are_what_the_answer_comes_from(storage, tmp_path, checkpoint_path, references):
-    """The same with values halved in the files: the answer of the loaded prompt changes, so the load is real."""
+    """The same with values halved in the files: the answer of the loaded prompt changes, so the load is
+    real.
+    """
     for source in storage.rglob("*.safetensors"):
         target = tmp_path / source.relative_to(storage)
         target.parent.mkdir(parents=True, exist_ok=True)

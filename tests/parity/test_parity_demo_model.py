@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct, the demo model, against transformers: fp32 tokens, tensor parallel 3, structured output."""
+"""SmolLM2-135M-Instruct, the demo model, against transformers: fp32 tokens, tensor parallel 3, structured
+output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sampling on an NPU: seeds, truncation, penalties, log probabilities and preemption, against transformers in fp32."""
+"""Sampling on an NPU: seeds, truncation, penalties, log probabilities and preemption, against transformers
+in fp32.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tensor parallel engines (worker processes, HCCL between them) against transformers, eager and graph mode.
 
-The sums of a row-parallel layer are taken in another order than in one process, so logits are equal within rounding:
-the tolerance is stated, and the margins of the tiny checkpoint are wide enough for equal tokens.
+The sums of a row-parallel layer are taken in another order than in one process, so logits are equal within
+rounding: the tolerance is stated, and the margins of the tiny checkpoint are wide enough for equal tokens.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def _is_wanted(name: str) -> bool:
 
 
 def _download(work: Path) -> Path:
-    # pip asks the package for its metadata, which runs vLLM's set-up: that needs the torch of this environment,
-    # the "empty" target, and a version without the suffix that this target adds.
+    # pip asks the package for its metadata, which runs vLLM's set-up: that needs the torch of this
+    # environment, the "empty" target, and a version without the suffix that this target adds.
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
     command += ["--no-binary", "vllm", f"vllm=={VERSION}", "-d", str(work)]
     settings = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION}

@@ -1,8 +1,9 @@
 """vLLM's own tests, run by vLLM's own configuration in a process of their own, with our plugin installed.
 
-``UNMODIFIED`` are files of vLLM's source package as they are. ``test_platform_plugins.py`` names vLLM's dummy
-platform in its assertions, so it runs twice: as it is, with the dummy platform chosen and ours installed beside
-it, and with those three names replaced by ours. ``SKIPPED`` is the rest of vLLM's plugin tests with the reason.
+``UNMODIFIED`` are files of vLLM's source package as they are. ``test_platform_plugins.py`` names vLLM's
+dummy platform in its assertions, so it runs twice: as it is, with the dummy platform chosen and ours
+installed beside it, and with those three names replaced by ours. ``SKIPPED`` is the rest of vLLM's plugin
+tests with the reason.
 """
 
 from __future__ import annotations
