@@ -130,7 +130,7 @@ def _sampling(params: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
-        top_k=max(params.top_k, 0),
+        top_k=min(max(params.top_k, 0), 2**31 - 1),  # more than any vocabulary has: no limit, as it was meant
         min_p=params.min_p,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,

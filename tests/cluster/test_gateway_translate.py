@@ -102,6 +102,11 @@ def test_constraints(constraint: dict[str, Any], name: str, value: Any) -> None:
     assert getattr(sent, name) == value
 
 
+def test_a_top_k_beyond_the_message_means_no_limit() -> None:
+    sent = from_core_request(core_request(SamplingParams(top_k=2**40)), EVERYTHING).message.sampling_params
+    assert sent.top_k == 2**31 - 1
+
+
 def test_fields_of_the_extension() -> None:
     params = SamplingParams(
         seed=2**31, bad_words=["a"], allowed_token_ids=[1], skip_reading_prefix_cache=True,
