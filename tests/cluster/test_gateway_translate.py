@@ -103,7 +103,7 @@ def test_constraints(constraint: dict[str, Any], name: str, value: Any) -> None:
 
 
 def test_a_top_k_beyond_the_message_means_no_limit() -> None:
-    sent = from_core_request(core_request(SamplingParams(top_k=2**40)), EVERYTHING).message.sampling_params
+    sent = from_core_request(core_request(SamplingParams(top_k=2**40))).message.sampling_params
     assert sent.top_k == 2**31 - 1
 
 
