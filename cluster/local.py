@@ -30,6 +30,10 @@ ENVIRONMENT = {
 }
 
 
+class RayNotStarted(RuntimeError):
+    """Ray did not come up; the text says why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalRay:
     """The cluster that this process started."""
@@ -46,15 +50,7 @@ class LocalRay:
         """End the cluster and return what had to be killed because it did not end by itself (nothing,
         normally).
         """
-        import ray
-
-        family = psutil.Process().children(recursive=True)
-        ray.shutdown()
-        _, alive = psutil.wait_procs(family, timeout=_END_S)
-        stubborn = [_title(process) for process in alive]
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=_END_S)
+        stubborn = _end_family()
         if not keep_logs:
             remove_folder(self.folder)
         return stubborn
@@ -74,8 +70,10 @@ def remove_folder(folder: Path) -> None:
 def start(device: Device, folder: Path) -> LocalRay:
     """Start Ray on this machine with the NPUs of ``device``, its files in ``folder``, and connect to it.
 
+    Ray gives its own processes 30 s, which a busy machine can miss, so it is tried twice.
+
     Raises:
-        RuntimeError: if Ray does not start.
+        RayNotStarted: if Ray does not start; none of its processes is left.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -84,6 +82,25 @@ def start(device: Device, folder: Path) -> LocalRay:
     # Ray looks for the chip's name through CANN and logs a traceback where there is none; the label below
     # says it.
     logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
+    failure = _try(device, folder) and _try(device, folder)
+    if failure:
+        raise RayNotStarted(f"Ray did not start on this machine: {failure}")
+    return LocalRay(folder=folder, address=ray.get_runtime_context().gcs_address)
+
+
+def _try(device: Device, folder: Path) -> str:
+    """Start Ray once; return why it did not start, empty if it did."""
+    try:
+        _init(device, folder)
+    except Exception as error:  # noqa: BLE001 - Ray raises bare Exception when a process of its own is late
+        _end_family()
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _init(device: Device, folder: Path) -> None:
+    import ray
+
     ray.init(
         address="local",
         resources={RESOURCE: float(device.count)},
@@ -94,7 +111,20 @@ def start(device: Device, folder: Path) -> LocalRay:
         logging_level=logging.ERROR,
         _temp_dir=str(folder),
     )
-    return LocalRay(folder=folder, address=ray.get_runtime_context().gcs_address)
+
+
+def _end_family() -> list[str]:
+    """Shut Ray down and return what of our children had to be killed because it did not end by itself."""
+    import ray
+
+    family = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, alive = psutil.wait_procs(family, timeout=_END_S)
+    stubborn = [_title(process) for process in alive]
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=_END_S)
+    return stubborn
 
 
 def _title(process: psutil.Process) -> str:

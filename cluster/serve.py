@@ -67,7 +67,7 @@ def serve(args: argparse.Namespace) -> int:
             stop.wait()
     except Stopped:
         code = 130
-    except StartFailed as error:
+    except (StartFailed, local.RayNotStarted) as error:
         print(f"npufleet: {error}", file=sys.stderr)
     finally:
         stop.second_means_now()

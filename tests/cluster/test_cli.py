@@ -134,6 +134,24 @@ def test_an_engine_larger_than_the_machine_is_refused_before_ray(
     assert made and not made[0].exists()
 
 
+def test_ray_is_tried_twice_and_its_failure_is_one_line(
+    virtual: None, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Path] = []
+
+    def late(found: Device, folder: Path) -> None:
+        tries.append(folder)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(local, "_init", late)
+    monkeypatch.setattr(local, "_end_family", list)
+    ports = ("--port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert cli.main(["serve", str(checkpoint), *ports]) == 1
+    assert "Ray did not start on this machine: The current node timed out" in capsys.readouterr().err
+    assert len(tries) == 2
+    assert not tries[0].exists()
+
+
 def run_of(pid: int, folder: Path | None = None, name: str = "f") -> runs.Run:
     return runs.Run(
         name=name,
