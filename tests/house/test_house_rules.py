@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,16 @@ def tracked(*suffixes: str) -> list[Path]:
         check=True,
     ).stdout.split("\n")
     return [ROOT / f for f in out if f.endswith(suffixes) and (ROOT / f).is_file()]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The parsed file. No garbage is collected meanwhile: CPython 3.11's parser does not stand being re-entered."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
 
 
 def library_of(path: Path) -> str:
@@ -62,7 +74,7 @@ def imported_names(tree: ast.AST, package: str) -> list[str]:
 def test_imports_point_down(path: Path) -> None:
     library = library_of(path)
     package = "npufleet." + ".".join(path.relative_to(ROOT).parts[:-1])
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     for name in imported_names(tree, package):
         for bad in FORBIDDEN_IMPORTS[library]:
             assert name != bad and not name.startswith(bad + "."), f"{ident(path)} imports {name}"
@@ -75,7 +87,7 @@ def test_file_and_function_sizes(path: Path) -> None:
     assert text.count("\n") <= limit, f"{ident(path)}: over {limit} lines, two ideas in one file?"
     if path.suffix != ".py":
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= 80, f"{ident(path)}:{node.lineno} {node.name} has {length} lines"
@@ -89,7 +101,7 @@ def test_median_file_is_small() -> None:
 @pytest.mark.parametrize("path", LIBRARY_PYTHON, ids=ident)
 def test_no_broad_except_outside_supervisors(path: Path) -> None:
     lines = path.read_text().split("\n")
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         broad = node.type is None or (
@@ -104,7 +116,7 @@ def test_no_broad_except_outside_supervisors(path: Path) -> None:
 def test_no_patch_outside_overrides(path: Path) -> None:
     if ident(path) == "plugin/overrides.py":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.Assign):
             continue
         for target in node.targets:
@@ -126,7 +138,7 @@ def test_only_ops_and_the_virtual_npu_call_torch_npu(path: Path) -> None:
     allowed = ("kernels/ops/", "kernels/reference/", "kernels/virtual/")
     if ident(path).startswith(allowed):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             assert not re.match(r"torch_npu\._?npu_|torch\.ops\.(npu|atb)\b", text), (
@@ -139,7 +151,7 @@ def test_environment_is_read_in_typed_modules_only(path: Path) -> None:
     homes = ("kernels/virtual/", "cluster/env.py", "plugin/platform.py", "plugin/overrides.py")
     if ident(path).startswith(homes):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not re.fullmatch(r"NPUFLEET_[A-Z_]+", node.value), (
                 f"{ident(path)}:{node.lineno} names {node.value}; read it in cluster/env.py"
@@ -148,7 +160,7 @@ def test_environment_is_read_in_typed_modules_only(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LIBRARY_PYTHON, ids=ident)
 def test_public_things_are_documented(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     if path.name != "__init__.py" or tree.body:
         assert ast.get_docstring(tree), f"{ident(path)} has no module docstring"
     for node in tree.body:
