@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ from . import ask, doctor, local, runs
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .config import FleetConfig
+from .lifeline import Lifeline, end_children
 from .status import how_to_talk, progress_line
 from .targets import Target, resolve
 
 POLL_S = 0.25  # for signals
 FOLLOW_S = 1.0  # each look at a starting fleet costs CPU that the start needs
+LAST_WAIT_S = 10.0  # for the processes of a dead Ray to end by themselves
 APPLICATION = "npufleet"
 
 
@@ -34,6 +37,10 @@ class Stopped(Exception):
 
 class StartFailed(RuntimeError):
     """The fleet did not come up; the text says why."""
+
+
+class RayLost(RuntimeError):
+    """Ray has died under the fleet; the text says which of its processes."""
 
 
 @dataclass(kw_only=True)
@@ -64,7 +71,10 @@ def serve(args: argparse.Namespace) -> int:
         if not args.once:
             code = 0
             print(how_to_talk(config), flush=True)
-            stop.wait()
+            fleet.keep()
+    except RayLost as error:
+        code = 1
+        print(f"npufleet: {error}", file=sys.stderr)
     except Stopped:
         code = 130
     except (StartFailed, local.RayNotStarted) as error:
@@ -72,7 +82,12 @@ def serve(args: argparse.Namespace) -> int:
     finally:
         stop.second_means_now()
         clean = fleet.end(keep_logs=args.keep_logs or code == 1)
-    return code if clean else 1
+    code = code if clean else 1
+    if fleet.ray_died:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # Ray's exit handlers would wait for what is dead
+    return code
 
 
 def _check_files(config: FleetConfig) -> None:
@@ -150,11 +165,6 @@ class _Stop:
         if self.asked:
             raise Stopped
 
-    def wait(self) -> None:
-        """Return when a stop is asked for."""
-        while not self.asked:
-            time.sleep(POLL_S)
-
     def second_means_now(self) -> None:
         """From now on the signals do what they did before us."""
         for number, handler in self._previous.items():
@@ -169,10 +179,12 @@ class _Fleet:
     console: Console
     stop: _Stop
     ray: local.LocalRay | None = None
+    lifeline: Lifeline | None = None  # of our own Ray cluster
     record: Path | None = None
     folder: Path | None = None  # of our own Ray cluster
     connected: bool = False
     controller: Any = None  # its Serve handle, once there is one
+    ray_died: bool = False  # before we ended it
 
     def start(self, target: Target, address: str | None) -> None:
         """Bring everything up, and return when every model can answer."""
@@ -191,6 +203,7 @@ class _Fleet:
             if config.npus > target.device.count:
                 raise StartFailed(f"{config.npus} NPUs are asked for, {target.device} are here")
             self.ray = local.start(target.device, self.folder)
+            self.lifeline = Lifeline.of_children()
             say(f"Ray is up; logs in {self.ray.logs}")
         self.connected = True
         self.stop.listen()
@@ -198,6 +211,21 @@ class _Fleet:
         self._submit()
         self._follow()
         say(f"ready: {gateway_url(config)}")
+
+    @property
+    def lost(self) -> str | None:
+        """Which process of our own Ray has ended, None while it lives."""
+        return self.lifeline.lost() if self.lifeline else None
+
+    def keep(self) -> None:
+        """Return when a stop is asked for. Raises :class:`RayLost` if Ray dies before."""
+        while not self.stop.asked:
+            self._check_ray()
+            time.sleep(POLL_S)
+
+    def _check_ray(self) -> None:
+        if lost := self.lost:
+            raise RayLost(f"Ray has died: its {lost} ended, and no fleet can live without it")
 
     def _submit(self) -> None:
         from ray import serve
@@ -218,6 +246,7 @@ class _Fleet:
         shown: dict[str, str] = {}
         while True:
             self.stop.check()
+            self._check_ray()
             application = serve.status().applications.get(APPLICATION)
             for engine_id, line in self._progress().items():
                 if shown.get(engine_id) != line:
@@ -247,12 +276,19 @@ class _Fleet:
     def end(self, keep_logs: bool) -> bool:
         """Take everything down; say whether nothing was left that had to be killed."""
         clean = True
-        if self.connected:
+        if self.connected and not self.lost:
             self.console.say("stopping: running requests may end first")
             with contextlib.suppress(KeyboardInterrupt):
                 self._delete()
         if self.ray is not None:
-            stubborn = self.ray.stop(keep_logs)
+            self.ray_died = bool(self.lost)
+            if self.ray_died:  # a shutdown would wait for the dead
+                end_children(LAST_WAIT_S)
+                stubborn: list[str] = []
+                if not keep_logs:
+                    local.remove_folder(self.ray.folder)
+            else:
+                stubborn = self.ray.stop(keep_logs)
             for title in stubborn:
                 self.console.say(f"had to kill: {title}")
             clean = not stubborn
@@ -266,6 +302,13 @@ class _Fleet:
         return clean
 
     def _delete(self) -> None:
+        """Delete the application; in a thread, because Ray can die meanwhile and this would never end."""
+        thread = threading.Thread(target=self._delete_waiting, name="delete", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.lost:
+            thread.join(POLL_S)
+
+    def _delete_waiting(self) -> None:
         import ray
         from ray import serve
 

@@ -39,9 +39,12 @@ def die_with_parent(last_act: Callable[[], None] = lambda: None) -> None:
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
 
 
-def shared_memory() -> list[str]:
-    """Return the shared memory that this process has mapped and that still has a name."""
-    found = set(_SHARED.findall(Path("/proc/self/maps").read_text()))
+def shared_memory(pid: int | None = None) -> list[str]:
+    """Return the shared memory that a process (this one by default) has mapped and that still has a name.
+
+    Raises ``OSError`` if the process is gone.
+    """
+    found = set(_SHARED.findall(Path(f"/proc/{pid or 'self'}/maps").read_text()))
     return sorted(path for path in found if os.path.exists(path))
 
 
