@@ -40,10 +40,7 @@ def end_children(seconds: float) -> list[psutil.Process]:
     Those below end by themselves when what started them is gone; their shared memory is removed in any case.
     """
     family = psutil.Process().children(recursive=True)
-    shared: set[str] = set()
-    for process in family:
-        with contextlib.suppress(OSError):  # it has just ended
-            shared.update(orphan.shared_memory(process.pid))
+    shared = shared_by_children()
     for child in psutil.Process().children():
         child.kill()
     _, alive = psutil.wait_procs(family, timeout=seconds)
@@ -52,6 +49,15 @@ def end_children(seconds: float) -> list[psutil.Process]:
     psutil.wait_procs(alive, timeout=seconds)
     orphan.remove(shared)
     return alive
+
+
+def shared_by_children() -> set[str]:
+    """Return the named shared memory that the processes below this one have mapped now."""
+    shared: set[str] = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):  # it has just ended
+            shared.update(orphan.shared_memory(process.pid))
+    return shared
 
 
 def _name(process: psutil.Process) -> str:

@@ -21,12 +21,14 @@ from . import ask, doctor, local, runs
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .config import FleetConfig
-from .lifeline import Lifeline, end_children
+from .engine import orphan
+from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
 from .targets import Target, resolve
 
 POLL_S = 0.25  # for signals
 FOLLOW_S = 1.0  # each look at a starting fleet costs CPU that the start needs
+SHARED_S = 5.0  # between two looks at what the fleet's processes share
 LAST_WAIT_S = 10.0  # for the processes of a dead Ray to end by themselves
 APPLICATION = "npufleet"
 
@@ -185,6 +187,7 @@ class _Fleet:
     connected: bool = False
     controller: Any = None  # its Serve handle, once there is one
     ray_died: bool = False  # before we ended it
+    shared: set[str] = field(default_factory=set)  # shared memory seen while the fleet was well
 
     def start(self, target: Target, address: str | None) -> None:
         """Bring everything up, and return when every model can answer."""
@@ -218,9 +221,17 @@ class _Fleet:
         return self.lifeline.lost() if self.lifeline else None
 
     def keep(self) -> None:
-        """Return when a stop is asked for. Raises :class:`RayLost` if Ray dies before."""
+        """Return when a stop is asked for. Raises :class:`RayLost` if Ray dies before.
+
+        A signal to the whole process group can end what is below us before it can be asked what it shares, so
+        that is written down on the way.
+        """
+        looked = -SHARED_S
         while not self.stop.asked:
             self._check_ray()
+            if self.ray is not None and time.monotonic() - looked > SHARED_S:
+                looked = time.monotonic()
+                self.shared |= shared_by_children()
             time.sleep(POLL_S)
 
     def _check_ray(self) -> None:
@@ -289,6 +300,7 @@ class _Fleet:
                     local.remove_folder(self.ray.folder)
             else:
                 stubborn = self.ray.stop(keep_logs)
+            orphan.remove(self.shared)
             for title in stubborn:
                 self.console.say(f"had to kill: {title}")
             clean = not stubborn
