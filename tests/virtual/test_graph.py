@@ -14,6 +14,19 @@ def captured(body) -> torch.npu.NPUGraph:
     return graph
 
 
+def other_streams(count: int) -> list[torch.npu.Stream]:
+    """Streams that differ from each other and from the one that captures: torch_npu deals them out of a pool."""
+    captured(lambda: None)  # now there is a capturing stream
+    seen = {torch.npu.graph.default_capture_stream.npu_stream}
+    streams = []
+    while len(streams) < count:
+        stream = torch.npu.Stream()
+        if stream.npu_stream not in seen:
+            seen.add(stream.npu_stream)
+            streams.append(stream)
+    return streams
+
+
 def test_replay_recomputes_from_what_the_inputs_hold_now():
     x, w, g = torch.randn(4, 8).npu(), torch.randn(8, 8).npu(), torch.ones(8).npu()
     results = []
@@ -153,7 +166,7 @@ def test_pinned_asynchronous_copies_are_captured():
 
 def test_other_streams_join_through_events_and_unjoined_ones_run_at_once():
     x, free = torch.ones(2).npu(), torch.ones(2).npu()
-    side, apart = torch.npu.Stream(), torch.npu.Stream()
+    side, apart = other_streams(2)
     held = []
 
     def body():
