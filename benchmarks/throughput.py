@@ -60,16 +60,13 @@ def measure(model: Path, work: Workload, say: Callable[[str], None]) -> dict[str
     """Both engines are loaded; rounds alternate, so that whatever else the machine does meets both alike."""
     python = cpu_baseline.ensure(say)
     threads = {"OMP_NUM_THREADS": str(work.threads)}
-    # vLLM's CPU backend pins each thread to a core. Ours are not pinned: one that waits must soon sleep, or it spins
-    # on the core that its partner needs.
-    waiting = {"GOMP_SPINCOUNT": "10000"}
     binding = {"VLLM_CPU_OMP_THREADS_BIND": cores(work.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
     batch = {"prompts": work.prompts(), "tokens": work.tokens}
     rates: dict[str, list[float]] = {"npu": [], "cpu": []}
     costs: dict[str, list[float]] = {"npu": [], "cpu": []}
     with (
         Engine(python, settings(model, work), {**threads, **binding}) as cpu,
-        Engine(sys.executable, settings(model, work), {**threads, **waiting}) as npu,
+        Engine(sys.executable, settings(model, work), threads) as npu,
     ):
         engines = {"npu": npu, "cpu": cpu}
         about = {name: engine.ready() for name, engine in engines.items()}
