@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +165,7 @@ async def to_engine(stub: rpc.VllmEngineStub, prompt: list[int], tokens: int, na
     return count
 
 
-async def _rate(calls: list[Awaitable[int]]) -> float:
+async def _rate(calls: Sequence[Awaitable[int]]) -> float:
     began = time.perf_counter()
     counts = await asyncio.gather(*calls)
     return sum(counts) / (time.perf_counter() - began)
