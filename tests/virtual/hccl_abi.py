@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from npufleet.kernels.virtual import build
@@ -31,7 +32,13 @@ class HcclError(RuntimeError):
 
 @cache
 def library_path() -> str:
-    """The runtime library. Building it, where that has not happened yet, takes half a minute."""
+    """The runtime library: the one that this process runs on, else that of the sources, built where need be.
+
+    Two copies in one process would share some of their symbols and not others.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith("/" + build.RUNTIME):
+            return line[line.index("/") :]
     return str(build.build() / build.RUNTIME)
 
 
