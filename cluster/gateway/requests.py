@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from ..proto.extension import EXTENSION_KEY, ExtensionError, encode
 from ..proto.features import EngineFeatures
+from .schema import endless_reference
 
 STOCK_MAX_LOGPROBS = 20  # vLLM's default; a stock engine does not tell its own
 
@@ -124,6 +125,12 @@ def _refuse_uncarried(request: EngineCoreRequest, params: SamplingParams) -> Non
             raise VLLMValidationError(f"{name} cannot be sent to an engine over gRPC", parameter=name)
     if not request.prompt_token_ids:
         raise VLLMValidationError("the prompt is empty", parameter="prompt")
+    wanted = params.structured_outputs
+    if wanted is not None and wanted.json is not None and (at := endless_reference(wanted.json)):
+        raise VLLMValidationError(
+            f"no text can satisfy the JSON schema: the $ref at {at} leads back to itself and says nothing else",
+            parameter="response_format",
+        )
 
 
 def _sampling(params: SamplingParams) -> pb.SamplingParams:

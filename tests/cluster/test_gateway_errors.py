@@ -83,6 +83,15 @@ def test_a_bad_schema_is_a_400(fleet: Fleet) -> None:
     refused(httpx.post(f"{fleet.url}/v1/chat/completions", json=body), 400, "objct")
 
 
+def test_a_schema_that_refers_to_nothing_but_itself_is_a_400(fleet: Fleet) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    body = {"model": "alpha", "messages": [{"role": "user", "content": "x"}], "response_format": schema}
+    refused(
+        httpx.post(f"{fleet.url}/v1/chat/completions", json=body), 400, "no text can satisfy", "$ref at #"
+    )
+    assert not [seen for engine in fleet.alpha for seen in engine.seen]
+
+
 def test_a_field_too_large_for_metadata_is_a_400_that_names_it(fleet: Fleet) -> None:
     answer = post(fleet, allowed_token_ids=[100] * 20_000, max_tokens=1)
     refused(answer, 400, "allowed_token_ids", "11264 bytes")
