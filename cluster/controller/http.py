@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import ray
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -14,6 +16,21 @@ from .series import ControllerSeries
 
 if TYPE_CHECKING:
     from .deployment import Controller
+
+logger = logging.getLogger(__name__)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Leave one line of a request that is no HTTP: it is the client's fault, and anybody can send a thousand."""
+    fault = record.exc_info[1] if record.exc_info else None
+    if isinstance(fault, BadHttpMessage):
+        reason = (fault.message or type(fault).__name__).splitlines()[0]
+        record.msg, record.args = f"{record.getMessage()}: {reason[:200]}", ()
+        record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+    return record.levelno >= logger.getEffectiveLevel()
+
+
+logger.addFilter(_without_traceback)
 
 
 class ControllerHttp:
@@ -33,7 +50,7 @@ class ControllerHttp:
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=logger)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         address = self._runner.addresses[0]
