@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 
@@ -40,13 +42,27 @@ def chat(
         raise AskError(f"the gateway's answer is not a chat completion: {str(answer)[:400]}") from error
 
 
-def get_json(url: str, timeout: float = 10.0) -> Any:
-    """Return the JSON document at ``url``.
+def get_json(base: str, path: str, timeout: float = 10.0) -> Any:
+    """Return the JSON document at ``path`` of the server ``base``, a URL such as ``http://127.0.0.1:8001``.
 
     Raises:
         AskError: if there is none.
+        ValueError: if ``base`` is no http or https URL.
     """
-    return _open(urllib.request.Request(url), timeout)
+    if not _is_base(base):
+        raise ValueError(
+            f"{base!r} is no URL of a server; expected http://HOST:PORT, http://127.0.0.1:8001 say"
+        )
+    return _open(urllib.request.Request(f"{base.rstrip('/')}{path}"), timeout)
+
+
+def _is_base(text: str) -> bool:
+    try:
+        split = urllib.parse.urlsplit(text)
+        split.port  # noqa: B018 - raises for what is no port
+    except ValueError:
+        return False
+    return split.scheme in ("http", "https") and bool(split.hostname) and text.isascii() and " " not in text
 
 
 def _post(url: str, body: dict[str, Any], api_key: str | None, timeout: float) -> Any:
@@ -66,5 +82,5 @@ def _open(request: urllib.request.Request, timeout: float) -> Any:
         raise AskError(
             f"{request.full_url}: HTTP {error.code}: {error.read().decode(errors='replace')[:400]}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise AskError(f"{request.full_url}: {error}") from error
+    except (OSError, ValueError, HTTPException) as error:  # HTTPException: something that does not speak HTTP
+        raise AskError(f"{request.full_url}: {str(error) or type(error).__name__}") from error

@@ -108,13 +108,20 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     from . import ask, runs
-    from .status import render
+    from .status import is_status, render
 
     url = args.url or runs.find(args.name).controller
     try:
-        status = ask.get_json(f"{url.rstrip('/')}/status")
+        status = ask.get_json(url, "/status")
     except ask.AskError as error:
         print(f"npufleet: the controller does not answer: {error}", file=sys.stderr)
+        return 1
+    if not is_status(status):
+        print(
+            f"npufleet: what answers at {url} is not the controller of a fleet; "
+            "its port is metrics.port, 8001 by default",
+            file=sys.stderr,
+        )
         return 1
     print(json.dumps(status, indent=2) if args.json else render(status))
     return 0 if all(model["ready"] >= model["wanted"] for model in status["models"]) else 1

@@ -16,6 +16,11 @@ def progress_line(entry: dict[str, Any]) -> str:
     return f"engine {entry['engine_id']} {entry['phase']}{detail}{f' ({took})' if took else ''}"
 
 
+def is_status(answer: Any) -> bool:
+    """Say whether ``answer`` is what a controller says about its fleet."""
+    return isinstance(answer, dict) and {"fleet", "npus", "models", "engines", "progress"} <= answer.keys()
+
+
 def render(status: dict[str, Any]) -> str:
     """Return the status that the controller gives, as text."""
     npus = status["npus"]

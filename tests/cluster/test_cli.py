@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,45 @@ def test_status_without_a_fleet_is_an_error(capsys: pytest.CaptureFixture[str]) 
     assert "no fleet runs on this machine" in capsys.readouterr().err
     assert cli.main(["status", "--url", "http://127.0.0.1:9"]) == 1
     assert "the controller does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["garbage", "127.0.0.1:8001", "file:///etc/passwd", "http://", "http://[::1", "http://h:x", "http://a b"],
+)
+def test_status_says_what_a_url_looks_like(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--url", url]) == 2
+    said = capsys.readouterr().err
+    assert repr(url) in said
+    assert "expected http://HOST:PORT" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"\x00\x00\x12\x04\x00\x00\x00", "the controller does not answer: http://127.0.0.1:"),  # gRPC
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "the controller does not answer: http://127.0.0.1:"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "is not the controller of a fleet; its port is metrics.port"),
+    ],
+)
+def test_status_of_something_else_is_one_line(
+    answer: bytes, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def once() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(4096)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        assert cli.main(["status", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1
+        thread.join(timeout=30)
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
 
 
 def test_version_names_the_stack(capsys: pytest.CaptureFixture[str]) -> None:
