@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 import shutil
-import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
+
+from .folder import Folder
 
 MAX_UNPACKED_BYTES = 1 << 30
 _FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
@@ -44,25 +45,25 @@ def copy_files(source: Path, into: Path) -> None:
                 shutil.copyfile(path, into / path.name)
 
 
-def make_directory(source: str | None, archive: bytes | None) -> Path:
-    """A new temporary directory with the files of ``archive``, or else of the local directory ``source``.
+def make_folder(source: str | None, archive: bytes | None) -> Folder:
+    """A new folder with the files of ``archive``, or else of the local directory ``source``.
 
     The weights' quantization is taken out of config.json: no weight is loaded here, and vLLM would check a
     format for NPUs against the CPU.
     """
-    directory = Path(tempfile.mkdtemp(prefix="npufleet-gateway-"))
+    folder = Folder()
     with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        undo.callback(folder.close)
         if archive is not None:
-            unpack(archive, directory)
+            unpack(archive, folder.path)
         else:
             assert source is not None
-            copy_files(Path(source), directory)
-        config = directory / "config.json"
+            copy_files(Path(source), folder.path)
+        config = folder.path / "config.json"
         if not config.is_file():
             raise ValueError("the model's files have no config.json")
         content = json.loads(config.read_text())
         if content.pop("quantization_config", None) is not None:
             config.write_text(json.dumps(content))
         undo.pop_all()
-    return directory
+    return folder

@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import json
 import logging
-import shutil
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,9 +25,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
 from ..router.picker import Picker, RequestInfo
-from .bundle import make_directory
+from .bundle import make_folder
 from .client import FleetClient
 from .engines import fetch_model_info, fetch_tokenizer
+from .folder import Folder
 from .metrics import GatewayMetrics, ModelStats
 from .settings import GatewaySettings, ModelSpec
 from .transport import GrpcEngineCore
@@ -126,13 +126,13 @@ class Frontend:
     """One model deployment's application and what it stands on."""
 
     def __init__(
-        self, name: str, app: FastAPI, client: FleetClient, core: GrpcEngineCore, directory: Path
+        self, name: str, app: FastAPI, client: FleetClient, core: GrpcEngineCore, folder: Folder
     ) -> None:
         self.name = name
         self.app = app
         self.client = client
         self.core = core
-        self._directory = directory
+        self._folder = folder
 
     async def model_cards(self) -> list[dict[str, Any]]:
         """What /v1/models shows for it."""
@@ -143,7 +143,7 @@ class Frontend:
     def close(self) -> None:
         """End running requests and remove the files."""
         self.client.shutdown()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
 
 async def load_frontend(
@@ -158,10 +158,10 @@ async def load_frontend(
         info, features = await fetch_model_info(lease.channel, settings.control_timeout)
         local = spec.source is not None and await asyncio.to_thread(Path(spec.source).is_dir)
         archive = None if local else await fetch_tokenizer(lease.channel, settings.control_timeout)
-    directory = await asyncio.to_thread(make_directory, spec.source, archive)
+    folder = await asyncio.to_thread(make_folder, spec.source, archive)
     with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, directory, ignore_errors=True)
-        ready = await asyncio.to_thread(_prepare, spec, directory, info.max_context_length, features.limits)
+        undo.callback(folder.close)
+        ready = await asyncio.to_thread(_prepare, spec, folder.path, info.max_context_length, features.limits)
         core = GrpcEngineCore(
             spec.name,
             picker,
@@ -178,4 +178,4 @@ async def load_frontend(
     # vLLM's error handlers ask a dying server to exit; the gateway outlives every engine.
     ready.app.state.server = SimpleNamespace(should_exit=False)
     logger.info("model %s is ready: context %d tokens", spec.name, info.max_context_length)
-    return Frontend(spec.name, ready.app, client, core, directory)
+    return Frontend(spec.name, ready.app, client, core, folder)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from http import HTTPStatus
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from npufleet.cluster.gateway.bundle import make_directory
+from npufleet.cluster.gateway.bundle import make_folder
 from npufleet.cluster.gateway.dispatch import Dispatcher
+from npufleet.cluster.gateway.folder import Folder
 from npufleet.cluster.gateway.frontend import parse_args
 from npufleet.cluster.gateway.http import ApiKeys, HttpError, model_in, respond
 from npufleet.cluster.gateway.metrics import GatewayMetrics
@@ -135,11 +138,11 @@ def archive(**files: str) -> bytes:
 
 
 def test_an_archive_becomes_a_directory_without_quantization() -> None:
-    made = make_directory(
-        None, archive(config_json='{"a": 1, "quantization_config": {"bits": 8}}', x_json="{}")
-    )
-    assert json.loads((made / "config.json").read_text()) == {"a": 1}
-    assert sorted(path.name for path in made.iterdir()) == ["config.json", "x.json"]
+    made = make_folder(None, archive(config_json='{"a": 1, "quantization_config": {"bits": 8}}', x_json="{}"))
+    assert json.loads((made.path / "config.json").read_text()) == {"a": 1}
+    assert sorted(path.name for path in made.path.iterdir()) == ["config.json", "x.json"]
+    made.close()
+    assert not made.path.exists()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_an_archive_becomes_a_directory_without_quantization() -> None:
 )
 def test_archives_that_are_refused(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make_directory(None, data)
+        make_folder(None, data)
 
 
 def test_a_checkpoint_directory_is_copied_without_weights(tmp_path: Path) -> None:
@@ -161,10 +164,42 @@ def test_a_checkpoint_directory_is_copied_without_weights(tmp_path: Path) -> Non
     (source / "model.safetensors").write_bytes(b"x" * 10)
     (source / "model.safetensors.index.json").write_text("{}")
     (source / "modeling_own.py").write_text("")
-    names = {path.name for path in make_directory(str(source), None).iterdir()}
+    made = make_folder(str(source), None)
+    names = {path.name for path in made.path.iterdir()}
+    made.close()
     assert names == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "modeling_own.py",
     }  # fmt: skip
+
+
+HOLDER = """
+import sys, time
+from npufleet.cluster.gateway.folder import Folder
+
+print(Folder().path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_gateways_folder_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+        assert holder.stdout is not None
+        held = Path(holder.stdout.readline().strip())
+        mine = Folder()
+        assert held.is_dir(), "the folder of a living process was removed"
+        holder.kill()
+    other = Folder()
+    assert not held.exists()
+    assert mine.path.is_dir()
+    for folder in (mine, other):
+        folder.close()
+        folder.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_frontend_arguments_are_taken_and_the_engines_own_left(tmp_path: Path) -> None:
