@@ -17,10 +17,11 @@ from typing import Any
 
 import psutil
 
-from . import ask, doctor, local, runs
+from . import ask, checkpoint, doctor, local, runs
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .config import FleetConfig
+from .controller.progress import Phase
 from .engine import orphan
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
@@ -62,7 +63,7 @@ def serve(args: argparse.Namespace) -> int:
     target = resolve(args, console.say)
     config = target.config
     if not args.address:  # ports and files are those of the cluster's nodes otherwise
-        _check_files(config)
+        _check_files(config, console)
         _check_ports(config)
     stop = _Stop()
     fleet = _Fleet(config=config, console=console, stop=stop)
@@ -92,13 +93,10 @@ def serve(args: argparse.Namespace) -> int:
     return code
 
 
-def _check_files(config: FleetConfig) -> None:
+def _check_files(config: FleetConfig, console: Console) -> None:
     for model in config.models:
-        if not (Path(model.source) / "config.json").is_file():
-            raise ValueError(
-                f"the source of model {model.name!r} is {model.source!r}; "
-                "expected a folder with a Hugging Face checkpoint (config.json)"
-            )
+        for doubt in checkpoint.check(model.name, Path(model.source), model.engine):
+            console.say(f"warning: {doubt}")
     _first_key(config)
 
 
@@ -259,19 +257,23 @@ class _Fleet:
             self.stop.check()
             self._check_ray()
             application = serve.status().applications.get(APPLICATION)
-            for engine_id, line in self._progress().items():
-                if shown.get(engine_id) != line:
-                    shown[engine_id] = line
+            progress = self._progress()
+            for entry in progress:
+                line = progress_line(entry)
+                if shown.get(entry["engine_id"]) != line:
+                    shown[entry["engine_id"]] = line
                     self.console.say(line)
+            if _hopeless(progress):
+                raise StartFailed(_why(progress))
             if application is not None:
                 if application.status == ApplicationStatus.RUNNING:
                     return
                 if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-                    raise StartFailed(_why(application))
+                    raise StartFailed(_why(progress) or _what_serve_says(application))
             time.sleep(FOLLOW_S)
 
-    def _progress(self) -> dict[str, str]:
-        """Return a line for each engine that says something; nothing while the controller is not up."""
+    def _progress(self) -> list[dict[str, Any]]:
+        """Return how far each engine is; nothing while the controller is not up."""
         from ray import serve
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
@@ -281,8 +283,9 @@ class _Fleet:
                 self.controller = serve.get_deployment_handle(CONTROLLER, APPLICATION)
             status: dict[str, Any] = self.controller.status.remote().result(timeout_s=5.0)
         except (KeyError, RayError, RayServeException, TimeoutError):  # KeyError: not deployed yet
-            return {}
-        return {entry["engine_id"]: progress_line(entry) for entry in status["progress"]}
+            return []
+        progress: list[dict[str, Any]] = status["progress"]
+        return progress
 
     def end(self, keep_logs: bool) -> bool:
         """Take everything down; say whether nothing was left that had to be killed."""
@@ -352,7 +355,20 @@ def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
     )
 
 
-def _why(application: Any) -> str:
+def _hopeless(progress: list[dict[str, Any]]) -> bool:
+    """Say whether further tries would end as those before: one was refused, or two failed in the same way."""
+    failed = [(entry["model"], entry["detail"]) for entry in progress if entry["phase"] == Phase.FAILED]
+    return len(set(failed)) < len(failed) or any(entry["phase"] == Phase.REFUSED for entry in progress)
+
+
+def _why(progress: list[dict[str, Any]]) -> str:
+    """Return what the engines that failed say; empty if none did."""
+    failed = [entry for entry in progress if entry["phase"] in (Phase.FAILED, Phase.REFUSED)]
+    told = dict.fromkeys(f"model {entry['model']!r}: {entry['detail']}" for entry in failed)
+    return "\n".join(["the fleet did not come up", *told]) if told else ""
+
+
+def _what_serve_says(application: Any) -> str:
     """Return the first line that Serve says about each deployment, and the error at the end of it."""
     told = [f"the fleet did not come up: {application.message}"]
     for name, deployment in application.deployments.items():

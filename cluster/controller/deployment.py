@@ -72,7 +72,7 @@ class Controller:
         """Take over what an engine says about its start; a failed one needs the NPUs promised to it no
         more.
         """
-        if phase == Phase.FAILED:
+        if phase in (Phase.FAILED, Phase.REFUSED):
             self._ledger.release(engine_id)
         self.progress.report(engine_id, model, Phase(phase), detail, seconds)
 

@@ -13,7 +13,8 @@ class Phase(StrEnum):
     PLACING = "placing"  # waiting for NPUs
     LOADING = "loading"  # worker processes start, weights load, the cache is laid out
     READY = "ready"
-    FAILED = "failed"
+    FAILED = "failed"  # the next try may succeed
+    REFUSED = "refused"  # failed, and every other try would fail the same way
 
 
 @dataclass(kw_only=True)

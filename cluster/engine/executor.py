@@ -14,7 +14,8 @@ from vllm.config import VllmConfig
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from . import orphan
-from .phases import StartPhase, announce, announce_shared
+from .causes import tell_failures
+from .phases import StartPhase, announce, announce_failure, announce_shared
 
 
 class FleetExecutor(RayExecutorV2):
@@ -23,6 +24,7 @@ class FleetExecutor(RayExecutorV2):
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._shared: list[str] = []
         orphan.die_with_parent(lambda: orphan.remove(self._shared))
+        tell_failures(announce_failure)
         announce(StartPhase.WORKERS)
         super().__init__(vllm_config)
         announce(StartPhase.CACHE)

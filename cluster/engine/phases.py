@@ -1,19 +1,24 @@
 """What the engine-core process tells its engine during the start.
 
 vLLM builds workers, weights and KV cache in a child process and says nothing until all is done. Our executor,
-which runs there, announces each phase on a datagram socket named after its parent, and at last the shared
-memory that must not outlive the engine. The socket's name lies in Linux's abstract namespace, so nothing is
-left in the file system however the processes end.
+which runs there, announces each phase on a datagram socket named after its parent, at last the shared memory
+that must not outlive the engine, and why the start failed if it did. The socket's name lies in Linux's abstract
+namespace, so nothing is left in the file system however the processes end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterable
+from dataclasses import asdict
 from enum import StrEnum
 
+from .causes import Cause
+
 _SHARED = "shared:"
+_FAILED = "failed:"
 
 
 class StartPhase(StrEnum):
@@ -37,6 +42,11 @@ def announce_shared(paths: Iterable[str]) -> None:
     _send(_SHARED + "\n".join(paths))
 
 
+def announce_failure(cause: Cause) -> None:
+    """Tell the parent process why the start failed."""
+    _send(_FAILED + json.dumps(asdict(cause)))
+
+
 def _send(text: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         try:
@@ -50,20 +60,26 @@ class PhaseListener:
 
     def __init__(self) -> None:
         self.shared: list[str] = []
+        self.failure: Cause | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_address(os.getpid()))
         self._socket.setblocking(False)
 
     def poll(self) -> StartPhase | None:
-        """Return the next phase that was announced, None if there is none yet; fills ``shared`` on the way."""
+        """Return the next phase that was announced, None if there is none yet; fills ``shared`` and ``failure``
+        on the way.
+        """
         while True:
             try:
                 text = self._socket.recv(1 << 16).decode()
             except BlockingIOError:
                 return None
-            if not text.startswith(_SHARED):
+            if text.startswith(_FAILED):
+                self.failure = Cause(**json.loads(text.removeprefix(_FAILED)))
+            elif text.startswith(_SHARED):
+                self.shared = text.removeprefix(_SHARED).split()
+            else:
                 return StartPhase(text)
-            self.shared = text.removeprefix(_SHARED).split()
 
     def close(self) -> None:
         """Give the name back."""

@@ -16,8 +16,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import checkpoint
 from ..addresses import WILDCARDS
 from ..config import ModelConfig, from_dict
 from ..controller.progress import Phase
@@ -29,6 +31,7 @@ from ..placement import group as placement_group
 from ..placement.plan import Bundle, Plan
 from . import orphan
 from .build import preload, start
+from .causes import Cause, StartFailed
 from .client import GOODBYE_TIMEOUT_S, ControllerClient
 from .phases import PhaseListener
 from .series import EngineInfo
@@ -79,33 +82,24 @@ class Engine:
 
     async def _give_up(self, error: BaseException | None) -> None:
         """Say why the start failed, and give back what it took so far."""
-        await self._controller.report(Phase.FAILED, f"{type(error).__name__}: {error}", self._seconds)
+        assert error is not None
+        cause = error.cause if isinstance(error, StartFailed) else Cause.of(error)
+        phase = Phase.REFUSED if cause.final else Phase.FAILED
+        await self._controller.report(phase, cause.text, self._seconds)
         await self._release()
 
     async def _start(self, metrics_host: str, factory: Factory | None) -> None:
         import ray
 
+        if factory is None:
+            self._check_checkpoint()
         importing = asyncio.create_task(asyncio.to_thread((lambda: None) if factory else preload))
         await self._controller.report(Phase.PLACING, "", self._seconds)
         plan, device = await self._place()
         self._group = await placement_group.create(plan, GROUP_TIMEOUT_S)
         self._phase_done(Phase.PLACING)
         await importing
-        listener = PhaseListener()
-        follower = asyncio.create_task(self._follow(listener))
-        try:
-            loading = (factory or start)(self.config, plan, self._group)
-            self._llm = await asyncio.wait_for(loading, START_TIMEOUT_S)
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"engine {self.engine_id} was not up {START_TIMEOUT_S:.0f} s after its NPUs were reserved: "
-                f"it was busy with {self._step!r}"
-            ) from error
-        finally:
-            follower.cancel()
-            listener.poll()  # the last word is what the processes share
-            self._shared = listener.shared
-            listener.close()
+        await self._load(factory or start, plan)
         from .service import serve_engine
 
         host = ray.util.get_node_ip_address()
@@ -131,6 +125,36 @@ class Engine:
             asyncio.create_task(self._watch(), name="engine watch"),
         ]
 
+    def _check_checkpoint(self) -> None:
+        """Fail at once where the checkpoint is seen to be broken; one that is no folder is left to vLLM."""
+        source = Path(self.config.source)
+        if source.is_dir():
+            for doubt in checkpoint.check(self.config.name, source, self.config.engine):
+                logger.warning(doubt)
+
+    async def _load(self, factory: Factory, plan: Plan) -> None:
+        """Make the AsyncLLM, saying meanwhile how far it is."""
+        listener = PhaseListener()
+        follower = asyncio.create_task(self._follow(listener))
+        try:
+            self._llm = await asyncio.wait_for(factory(self.config, plan, self._group), START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"engine {self.engine_id} was not up {START_TIMEOUT_S:.0f} s after its NPUs were reserved: "
+                f"it was busy with {self._step!r}"
+            ) from error
+        except RuntimeError as error:  # what vLLM makes of every fault in the engine core
+            while listener.poll() is not None:
+                pass  # phases that are over
+            if listener.failure is None:
+                raise
+            raise StartFailed(listener.failure) from error
+        finally:
+            follower.cancel()
+            listener.poll()  # the last word is what the processes share
+            self._shared = listener.shared
+            listener.close()
+
     async def _place(self) -> tuple[Plan, str]:
         """Ask for NPUs until there are some; what is missing shows in the status meanwhile."""
         deadline = time.monotonic() + PLACE_TIMEOUT_S
@@ -141,7 +165,7 @@ class Engine:
                 bundles = tuple(Bundle(rank=i, node_id=node) for i, node in enumerate(answer["nodes"]))
                 return Plan(engine_id=self.engine_id, bundles=bundles), answer["device"]
             if answer["never"] or time.monotonic() > deadline:
-                raise RuntimeError(refused)
+                raise StartFailed(Cause(text=refused, final=answer["never"]))
             await self._controller.report(Phase.PLACING, refused, self._seconds)
             await asyncio.sleep(1.0)
 

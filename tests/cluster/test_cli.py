@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -36,6 +37,8 @@ def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "Tiny-Model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return folder
 
 
@@ -113,13 +116,34 @@ def test_wrong_use_is_said_in_one_line(
     assert said in capsys.readouterr().err
 
 
+def test_a_broken_checkpoint_is_named_before_ray(
+    virtual: None, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (checkpoint / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert cli.main(["serve", str(checkpoint)]) == 2
+    assert "model.safetensors has 14 bytes, its header describes 10" in capsys.readouterr().err
+
+
+def test_why_a_fleet_did_not_come_up_is_said_once() -> None:
+    def entry(engine: str, phase: str, detail: str) -> dict[str, Any]:
+        return {"engine_id": engine, "model": "m", "phase": phase, "detail": detail, "seconds": {}}
+
+    failed = [entry("a", "failed", "no memory"), entry("b", "failed", "no memory"), entry("c", "ready", "")]
+    assert serve._why(failed) == "the fleet did not come up\nmodel 'm': no memory"
+    assert serve._why(failed[2:]) == ""
+    assert serve._hopeless(failed)
+    assert not serve._hopeless(failed[1:])  # the next try may be better
+    assert serve._hopeless([entry("a", "refused", "no such model")])
+
+
 def test_an_absent_checkpoint_is_named_before_ray(
     virtual: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("device: virtual\nmodels: [{name: m, source: /absent}]\n")
     assert cli.main(["serve", str(file)]) == 2
-    assert "the source of model 'm' is '/absent'; expected a folder" in capsys.readouterr().err
+    assert "model 'm': its source is '/absent'; expected a folder" in capsys.readouterr().err
 
 
 def test_an_engine_larger_than_the_machine_is_refused_before_ray(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from npufleet.cluster.config import ModelConfig
 from npufleet.cluster.engine import build, orphan, phases, replica
+from npufleet.cluster.engine.causes import MAX_CHARS, Cause, tell_failures
 from npufleet.cluster.engine.phases import PhaseListener, StartPhase
 from npufleet.cluster.engine.replica import Engine
 from npufleet.cluster.placement.plan import Bundle, Plan
@@ -153,8 +155,7 @@ async def test_a_request_that_never_fits_fails_at_once(world: World) -> None:
     controller = Controller({"refused": "too large", "never": True})
     with pytest.raises(RuntimeError, match="too large"):
         await world.start(controller)
-    assert controller.said("report")[-1][2] == "failed"
-    assert "too large" in controller.said("report")[-1][3]
+    assert controller.said("report")[-1][2:4] == ("refused", "too large")
 
 
 async def test_a_failed_load_gives_the_npus_back_and_says_why(world: World) -> None:
@@ -166,7 +167,22 @@ async def test_a_failed_load_gives_the_npus_back_and_says_why(world: World) -> N
     with pytest.raises(ValueError, match="no such checkpoint"):
         await world.start(controller, broken)
     assert world.groups == []
-    assert controller.said("report")[-1][2:4] == ("failed", "ValueError: no such checkpoint")
+    assert controller.said("report")[-1][2:4] == ("refused", "ValueError: no such checkpoint")
+
+
+async def test_the_cores_own_fault_is_what_is_told(world: World) -> None:
+    async def broken(model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
+        code = "from npufleet.cluster.engine import causes, phases; import os; os.getppid = lambda: %d\n"
+        code += "phases.announce(phases.StartPhase.WORKERS)\n"
+        code += "phases.announce_failure(causes.Cause.of(MemoryError('1 GiB short')))"
+        command = [sys.executable, "-c", code % os.getpid()]
+        await asyncio.to_thread(subprocess.run, command, check=True, timeout=120)
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    controller = Controller(ROOM)
+    with pytest.raises(RuntimeError, match="1 GiB short"):
+        await world.start(controller, broken)
+    assert controller.said("report")[-1][2:4] == ("failed", "MemoryError: 1 GiB short")
 
 
 async def test_a_start_that_hangs_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +217,46 @@ def test_phases_reach_the_parent_and_nobody_is_no_error() -> None:
     assert listener.poll() is None
     assert listener.shared == ["/dev/shm/a", "/dev/shm/b"]
     listener.close()
+
+
+def test_a_cause_is_one_line_and_knows_whether_another_try_helps() -> None:
+    from pydantic import BaseModel, field_validator
+    from ray.exceptions import RayTaskError
+
+    class Checked(BaseModel):
+        size: int
+
+        @field_validator("size")
+        @classmethod
+        def never(cls, value: int) -> int:
+            raise ValueError("no such\n size")
+
+    with pytest.raises(ValueError) as caught:
+        Checked(size=1)
+    assert Cause.of(caught.value) == Cause(text="no such size", final=True)
+    remote = RayTaskError(
+        "f", "Traceback ...", FileNotFoundError(2, "No such file", "/w")
+    ).as_instanceof_cause()
+    assert Cause.of(remote) == Cause(text="FileNotFoundError: [Errno 2] No such file: '/w'", final=False)
+    assert Cause.of(OSError("config.json is not valid")).final
+    assert not Cause.of(RuntimeError("x" * 9999)).final
+    assert len(Cause.of(RuntimeError("x" * 9999)).text) < MAX_CHARS + 3
+
+
+def test_what_the_core_logs_as_its_fault_is_told() -> None:
+    told: list[Cause] = []
+    core = logging.getLogger("vllm.v1.engine.core")
+    before = list(core.handlers)
+    tell_failures(told.append)
+    try:
+        core.error("no exception, no cause")
+        try:
+            raise ValueError("too few blocks")
+        except ValueError:
+            core.exception("EngineCore failed to start.")
+    finally:
+        core.handlers = before
+    assert told == [Cause(text="ValueError: too few blocks", final=True)]
 
 
 def test_named_shared_memory_is_seen_and_removed() -> None:

@@ -1,0 +1,67 @@
+"""Why an engine did not start, in one line that a user can act on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_CHARS = 600
+
+_WRONG_INPUT = (
+    ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError, AssertionError,
+)  # fmt: skip
+"""Errors that a wrong checkpoint or setting raises, the same at every try. Others (memory, time, a peer, a port)
+may be gone at the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """The error that ended a start."""
+
+    text: str
+    final: bool  # every other try would end the same way
+
+    @classmethod
+    def of(cls, error: BaseException) -> Cause:
+        """Return the cause that ``error`` tells, or that lies in it if it came from another process."""
+        from ray.exceptions import RayTaskError
+
+        while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+            error = error.cause
+        # transformers raises an OSError without a number for files that say something wrong.
+        final = isinstance(error, _WRONG_INPUT) or (isinstance(error, OSError) and error.errno is None)
+        return cls(text=_one_line(error), final=final or type(error).__name__ == "SafetensorError")
+
+
+def _one_line(error: BaseException) -> str:
+    details = getattr(error, "errors", None)  # pydantic's, whose own text repeats the input and a link
+    if type(error).__name__ == "ValidationError" and callable(details):
+        text = "; ".join(str(entry["msg"]).removeprefix("Value error, ") for entry in details())
+    else:
+        text = f"{type(error).__name__}: {error}"
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} …"
+
+
+class StartFailed(RuntimeError):
+    """An engine did not start; ``cause`` says why."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
+
+
+def tell_failures(tell: Callable[[Cause], None]) -> None:
+    """Call ``tell`` with what vLLM's engine core logs as its fault in this process.
+
+    vLLM tells its parent process only that the core failed. The cause is in the core's log alone, whether it
+    was raised in a worker, by the executor or by the core itself.
+    """
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                tell(Cause.of(record.exc_info[1]))
+
+    logging.getLogger("vllm.v1.engine.core").addHandler(Handler(logging.ERROR))
