@@ -18,15 +18,18 @@ from ..metrics import discovery
 from ..placement import ray_state
 from ..placement.ledger import Ledger
 from ..placement.plan import NoRoom, Request
+from .gone import closed
 from .http import ControllerHttp
 from .progress import Phase, ProgressBoard
-from .registry import EXPIRY_S, HEARTBEAT_S, Registry
+from .registry import EXPIRY_S, Registry
 from .wire import endpoint_from_dict, endpoint_to_dict, snapshot_to_dict
 
 logger = logging.getLogger(__name__)
 
 WATCH_S = 10.0
 """How long a watch call waits for a change before it answers with the unchanged snapshot."""
+
+SWEEP_S = 1.0
 
 
 class Controller:
@@ -135,8 +138,12 @@ class Controller:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
+            for endpoint in await closed(self.registry.silent(now)):
+                logger.warning("engine %s is gone: its port is closed", endpoint.engine_id)
+                self.registry.remove(endpoint.engine_id)
+                self.progress.remove(endpoint.engine_id)
             for engine_id in self.registry.expire(now):
                 logger.warning(
                     "engine %s was silent for %.0f s and is no longer published", engine_id, EXPIRY_S

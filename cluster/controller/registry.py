@@ -19,6 +19,9 @@ EXPIRY_S = 20.0
 """An engine that was silent this long is no longer published. Routers watch the engines themselves and stop
 using a dead one much earlier; this only clears what nobody took back."""
 
+SILENT_S = 3.0
+"""An engine that missed its heartbeat this long is looked at: one that was killed need not wait for its expiry."""
+
 
 @dataclass(kw_only=True)
 class Registry:
@@ -59,6 +62,10 @@ class Registry:
         if self._engines[engine_id].state is not state:
             self._engines[engine_id] = replace(self._engines[engine_id], state=state)
             self._bump()
+
+    def silent(self, now: float) -> tuple[EngineEndpoint, ...]:
+        """Return the engines that were silent for ``SILENT_S``."""
+        return tuple(self._engines[engine] for engine, seen in self._seen.items() if now - seen > SILENT_S)
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Forget engines that were silent for ``EXPIRY_S`` and return their ids."""

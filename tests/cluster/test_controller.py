@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from npufleet.cluster import config
 from npufleet.cluster.controller import source as source_module
+from npufleet.cluster.controller.gone import closed
 from npufleet.cluster.controller.progress import Phase, ProgressBoard
-from npufleet.cluster.controller.registry import EXPIRY_S, Registry
+from npufleet.cluster.controller.registry import EXPIRY_S, SILENT_S, Registry
 from npufleet.cluster.controller.series import ControllerSeries
 from npufleet.cluster.controller.source import ControllerSource
 from npufleet.cluster.controller.wire import (
@@ -51,6 +54,21 @@ def test_silent_engines_expire() -> None:
     assert registry.expire(EXPIRY_S) == ()
     assert registry.expire(EXPIRY_S + 1.0) == ("a",)
     assert [e.engine_id for e in registry.snapshot().endpoints] == ["b"]
+
+
+async def test_only_a_closed_port_proves_that_a_silent_engine_is_gone() -> None:
+    registry = Registry()
+    with socket.create_server(("127.0.0.1", 0)) as open_port, socket.socket() as closed_port:
+        closed_port.bind(("127.0.0.1", 0))  # held by nobody else, and refusing
+        for engine, port in (("busy", open_port), ("killed", closed_port), ("well", closed_port)):
+            address = f"127.0.0.1:{port.getsockname()[1]}"
+            registry.heartbeat(
+                replace(endpoint(engine), address=address), SILENT_S if engine == "well" else 0.0
+            )
+        registry.heartbeat(replace(endpoint("lost"), address="no-such-host.invalid:1"), 0.0)
+        silent = registry.silent(SILENT_S + 0.1)
+        assert [e.engine_id for e in silent] == ["busy", "killed", "lost"]
+        assert [e.engine_id for e in await closed(silent)] == ["killed"]
 
 
 def test_set_state_of_an_unknown_engine() -> None:
