@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 
-from . import ask, checkpoint, doctor, local, runs
+from . import ask, checkpoint, doctor, env, local, runs
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .config import FleetConfig
 from .controller.progress import Phase
+from .device import Device
 from .engine import orphan
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
@@ -202,7 +203,7 @@ class _Fleet:
             assert target.device is not None and self.folder is not None
             say(f"device: {target.device}")
             if config.npus > target.device.count:
-                raise StartFailed(f"{config.npus} NPUs are asked for, {target.device} are here")
+                raise StartFailed(_too_few(config, target.device))
             self.ray = local.start(target.device, self.folder)
             self.lifeline = Lifeline.of_children()
             say(f"Ray is up; logs in {self.ray.logs}")
@@ -330,6 +331,14 @@ class _Fleet:
         serve.delete(APPLICATION)
         if self.ray is None:
             ray.shutdown()
+
+
+def _too_few(config: FleetConfig, found: Device) -> str:
+    asked = " + ".join(f"{m.engines} x {m.tensor_parallel_size} for {m.name}" for m in config.models)
+    remedy = "lower --replicas or --tensor-parallel"
+    if found.kind == "virtual":
+        remedy += f", or present more: {env.DEVICE}=virtual:{config.npus}"
+    return f"{config.npus} NPUs are asked for ({asked}), {found} are here; {remedy}"
 
 
 def _connect(address: str) -> None:

@@ -155,7 +155,9 @@ def test_an_engine_larger_than_the_machine_is_refused_before_ray(
     monkeypatch.setattr(local, "make_folder", lambda: made.append(make()) or made[-1])
     ports = ("--port", "0", "--grpc-port", "0", "--metrics-port", "0")
     assert cli.main(["serve", str(checkpoint), "--replicas", "3", "--tensor-parallel", "4", *ports]) == 1
-    assert "12 NPUs are asked for, 8 virtual NPUs Ascend910B3 are here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "12 NPUs are asked for (3 x 4 for Tiny-Model), 8 virtual NPUs Ascend910B3 are here" in said
+    assert "lower --replicas or --tensor-parallel, or present more: NPUFLEET_DEVICE=virtual:12" in said
     assert runs.all_running() == []
     assert made and not made[0].exists()
 
