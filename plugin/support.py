@@ -97,8 +97,6 @@ def _check_model(config: "VllmConfig") -> None:
     supported = "supported are dense decoder-only and encoder-only models"
     if model.use_mla:
         raise ValueError(f"multi-head latent attention (MLA) is not supported on NPU yet; {supported}")
-    if model.is_moe:
-        raise ValueError(f"mixture-of-experts models are not supported on NPU yet; {supported}")
     if model.is_hybrid or model.is_attention_free:
         raise ValueError(f"state-space (Mamba-like) layers are not supported on NPU yet; {supported}")
     if model.is_encoder_decoder:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import npufleet.kernels.ops
-from npufleet.kernels.ops import activation, attention, kv_cache, norm, rope, sampling
+from npufleet.kernels.ops import activation, attention, kv_cache, moe, norm, rope, sampling
 
 from .paged import make_case
 
@@ -36,6 +36,16 @@ class Recorder(TorchDispatchMode):
         if func.namespace in NAMESPACES:
             self.calls.append((func, args, kwargs or {}, result))
         return result
+
+
+def expert_layer(
+    x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, first: int, last: int
+) -> torch.Tensor:
+    """Experts first … last − 1 of a layer, from the logits to the sum of the experts' rows."""
+    weights, experts = moe.top_k_softmax(logits, 2, renormalize=True)
+    routed = moe.expand(x, experts, logits.shape[1], first, last)
+    rows = moe.feed_forward(routed.rows, gate_up[first:last], down[first:last], routed.counts)
+    return moe.combine(rows, routed.places, weights, partial=last - first < logits.shape[1])
 
 
 def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -80,6 +90,17 @@ def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
     for causal in (True, False):
         yield lambda causal=causal: attention.varlen_attention(
             packed, packed, packed, [2, 5], [2, 5], causal=causal, scale=0.2
+        )
+    gate_up, down, logits = rand(8, 64, 96), rand(8, 48, 64), rand(5, 8)
+    for first, last in ((0, 8), (2, 6)):
+        yield lambda first=first, last=last: expert_layer(x, logits, gate_up, down, first, last)
+    for score, bias, renormalize in (
+        ("softmax", None, True),
+        ("sigmoid", rand(8), True),
+        ("sigmoid", None, False),
+    ):
+        yield lambda score=score, bias=bias, renormalize=renormalize: moe.top_k_grouped(
+            logits, 2, score=score, bias=bias, groups=2, top_groups=1, renormalize=renormalize
         )
     yield lambda: sampling.top_k_top_p(rand(5, 40), torch.rand(5, device=device), slots + 1)
 

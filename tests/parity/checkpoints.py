@@ -122,8 +122,84 @@ CHECKPOINTS = (
         without={"layer_types": ["full_attention"] * 4},
         seed=1,
     ),
+    Checkpoint(
+        name="mixtral",
+        model_type="mixtral",
+        config={**PLAIN, "num_local_experts": 8, "num_experts_per_tok": 2},
+        without={"num_experts_per_tok": 1},
+        seed=7,
+    ),
+    Checkpoint(
+        name="qwen3-moe",
+        model_type="qwen3_moe",
+        config={
+            **PLAIN,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        without={"norm_topk_prob": False},
+    ),
+    Checkpoint(
+        name="glm4-moe",
+        model_type="glm4_moe",
+        config={
+            "rope_parameters": _rope(partial_rotary_factor=0.5),
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "num_mtp_layers": 0,
+        },
+        without={"n_group": 1, "topk_group": 1},
+        seed=11,
+    ),
 )
-BY_NAME = {checkpoint.name: checkpoint for checkpoint in CHECKPOINTS}
+LATENT_HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+}
+"""The sizes that the NPU's operators take, whatever else is tiny; all layers dense."""
+V3_YARN = _rope(
+    rope_type="yarn",
+    factor=40.0,
+    original_max_position_embeddings=64,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+"""The published scaling of DeepSeek V3, from a shorter original length."""
+
+LATENT_CHECKPOINTS = (
+    Checkpoint(
+        name="deepseek-v2",
+        model_type="deepseek_v2",
+        config={**PLAIN, **LATENT_HEADS, "q_lora_rank": None},
+    ),
+    Checkpoint(
+        name="deepseek-v3",
+        model_type="deepseek_v3",
+        config={**LATENT_HEADS, "rope_parameters": V3_YARN, "q_lora_rank": 96},
+        without=PLAIN,
+    ),
+)
+"""Multi-head latent attention: DeepSeek V2 without and V3 with a low rank of the queries."""
+
+BY_NAME = {checkpoint.name: checkpoint for checkpoint in (*CHECKPOINTS, *LATENT_CHECKPOINTS)}
 
 
 def build_model(checkpoint: Checkpoint, *, feature: bool = True) -> PreTrainedModel:
@@ -135,6 +211,9 @@ def build_model(checkpoint: Checkpoint, *, feature: bool = True) -> PreTrainedMo
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.copy_(_draw(name, weight, draw, gemma=gemma))
+        for name, weight in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):  # comparable with the scores, sigmoids of the logits
+                weight.copy_(torch.randn(weight.shape, generator=draw) * 0.3)
     return model.eval()
 
 

@@ -86,7 +86,6 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
         ),
         ("llama", {"enable_lora": True}, r"LoRA.*merged"),
         ("llama", {"enable_sleep_mode": True}, r"[Ss]leep mode"),
-        ("mixture", {}, r"mixture-of-experts.*dense"),
         ("mla", {}, r"MLA.*dense"),
         ("mamba", {}, r"state-space.*dense"),
     ],
