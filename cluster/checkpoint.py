@@ -175,6 +175,9 @@ def tensors(file: Path) -> dict[str, Shape]:
 
 
 def _check_tokenizer(source: Path) -> None:
+    for file in (source / "tokenizer.json", source / "tokenizer_config.json"):
+        if file.is_file():
+            _json(file)
     for path in source.iterdir():
         if path.name.startswith(_TOKENIZERS) or path.name.endswith(_TOKENIZER_ENDINGS):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import resource
@@ -129,14 +130,23 @@ def free_port(what: str, host: str, port: int) -> Finding:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return Finding(
             name=name,
             level=Level.FAIL,
-            text=f"{what} cannot listen on {host}:{port}: {error.strerror or error}",
-            remedy=f"stop what uses it, or set {what}.port to another one",
+            text=f"{what} cannot listen on {host}:{port}: {said}",
+            remedy=_port_remedy(what, getattr(error, "errno", None)),
         )
     return Finding(name=name, level=Level.OK, text=f"free for the {what} on {host}")
+
+
+def _port_remedy(what: str, number: int | None) -> str:
+    if number == errno.EADDRINUSE:
+        return f"stop what uses it, or set {what}.port to another one"
+    if number == errno.EACCES:
+        return f"set {what}.port to one above 1023"
+    return f"set {what}.host to an address of this machine, or to 0.0.0.0 for all of them"
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:

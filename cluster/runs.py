@@ -43,7 +43,7 @@ def record(run: Run) -> Path:
     """Write the file of a fleet and return its path.
 
     Raises:
-        ValueError: if a fleet of that name already runs.
+        ValueError: if a fleet of that name already runs, or the folder cannot be written.
     """
     running = [other for other in all_running() if other.name == run.name and other.pid != run.pid]
     if running:
@@ -51,9 +51,14 @@ def record(run: Run) -> Path:
             f"a fleet named {run.name!r} already runs here (process {running[0].pid}); "
             "stop it with `npufleet stop`, or give this one another --name"
         )
-    folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{run.pid}.json"
-    path.write_text(json.dumps(asdict(run)))
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(run)))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror}; set {env.HOME} to a folder that can"
+        ) from error
     return path
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import psutil
 
-from . import ask, checkpoint, doctor, env, local, runs
+from . import ask, local, preflight, runs
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .config import FleetConfig
 from .controller.progress import Phase
-from .device import Device
 from .engine import orphan
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
@@ -63,9 +62,11 @@ def serve(args: argparse.Namespace) -> int:
     console = Console()
     target = resolve(args, console.say)
     config = target.config
-    if not args.address:  # ports and files are those of the cluster's nodes otherwise
-        _check_files(config, console)
-        _check_ports(config)
+    if target.device is not None:  # ports, files and NPUs are those of the cluster's nodes otherwise
+        preflight.npus(config, target.device)
+        preflight.files(config, console.say)
+        _first_key(config)
+        preflight.ports(config)
     stop = _Stop()
     fleet = _Fleet(config=config, console=console, stop=stop)
     code = 1
@@ -92,25 +93,6 @@ def serve(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(code)  # Ray's exit handlers would wait for what is dead
     return code
-
-
-def _check_files(config: FleetConfig, console: Console) -> None:
-    for model in config.models:
-        for doubt in checkpoint.check(model.name, Path(model.source), model.engine):
-            console.say(f"warning: {doubt}")
-    _first_key(config)
-
-
-def _check_ports(config: FleetConfig) -> None:
-    wanted = [
-        ("gateway", config.gateway.host, config.gateway.port),
-        ("router", config.router.host, config.router.port),
-        ("metrics", config.metrics.host, config.metrics.port),
-    ]
-    for what, host, port in wanted:
-        finding = doctor.free_port(what, host, port)
-        if finding.level is doctor.Level.FAIL:
-            raise ValueError(f"{finding.text}; {finding.remedy}")
 
 
 def _answer(target: Target, console: Console) -> int:
@@ -202,8 +184,6 @@ class _Fleet:
         else:
             assert target.device is not None and self.folder is not None
             say(f"device: {target.device}")
-            if config.npus > target.device.count:
-                raise StartFailed(_too_few(config, target.device))
             self.ray = local.start(target.device, self.folder)
             self.lifeline = Lifeline.of_children()
             say(f"Ray is up; logs in {self.ray.logs}")
@@ -333,20 +313,13 @@ class _Fleet:
             ray.shutdown()
 
 
-def _too_few(config: FleetConfig, found: Device) -> str:
-    asked = " + ".join(f"{m.engines} x {m.tensor_parallel_size} for {m.name}" for m in config.models)
-    remedy = "lower --replicas or --tensor-parallel"
-    if found.kind == "virtual":
-        remedy += f", or present more: {env.DEVICE}=virtual:{config.npus}"
-    return f"{config.npus} NPUs are asked for ({asked}), {found} are here; {remedy}"
-
-
 def _connect(address: str) -> None:
     import ray
 
     try:
+        preflight.cluster(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except OSError as error:  # ConnectionError is one
         raise StartFailed(
             f"no Ray cluster at {address!r}: {error} (if it asks for a token, set RAY_AUTH_MODE=token)"
         ) from error

@@ -69,6 +69,7 @@ Break = Callable[[Path], Any]
         (lambda s: (s / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]"), "not of safetensors"),
         (lambda s: (s / "model.safetensors").unlink(), "holds no weights"),
         (lambda s: (s / "tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda s: (s / "tokenizer.json").write_text("{} x"), "tokenizer.json is not JSON: Extra data"),
         (
             lambda s: shards(s, one=safetensors("a")),
             "lacks two.safetensors, which model.safetensors.index.json",

@@ -105,6 +105,9 @@ def test_the_demo_is_two_engines_and_knows_its_answer(virtual: None, monkeypatch
         (["DIR", "--set", "name=["], "is not a YAML value"),
         (["DIR", "--policy", "best"], "got 'best'"),
         (["DIR", "--replicas", "0"], "expected an integer from 1"),
+        (["DIR", "--port", "7001", "--grpc-port", "7001"], "gateway.port and router.port are both 7001"),
+        (["DIR", "--host", "no such host"], "set gateway.host to an address of this machine"),
+        (["DIR", "--address", "somewhere"], "expected 'auto' or HOST:PORT"),
         (["DIR", "--set", "gateway.api_keys=/absent"], "cannot read /absent"),
     ],
 )
@@ -114,6 +117,30 @@ def test_wrong_use_is_said_in_one_line(
     given = [str(checkpoint) if argument == "DIR" else argument for argument in arguments]
     assert cli.main(["serve", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there_is_said_at_once(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        assert cli.main(["serve", str(checkpoint), "--address", address]) == 1
+    assert f"no Ray cluster at '{address}': [Errno 111]" in capsys.readouterr().err
+
+
+def test_a_home_that_cannot_be_written_is_named(
+    virtual: None,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NPUFLEET_HOME", str(tmp_path / "file"))
+    ports = ("--port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert cli.main(["serve", str(checkpoint), *ports]) == 2
+    assert "cannot be written: Not a directory; set NPUFLEET_HOME" in capsys.readouterr().err
 
 
 def test_a_broken_checkpoint_is_named_before_ray(
@@ -149,17 +176,13 @@ def test_an_absent_checkpoint_is_named_before_ray(
 def test_an_engine_larger_than_the_machine_is_refused_before_ray(
     virtual: None, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "start", lambda *given: pytest.fail("Ray must not start"))
-    made: list[Path] = []
-    make = local.make_folder
-    monkeypatch.setattr(local, "make_folder", lambda: made.append(make()) or made[-1])
+    monkeypatch.setattr(local, "make_folder", lambda: pytest.fail("nothing must be left behind"))
     ports = ("--port", "0", "--grpc-port", "0", "--metrics-port", "0")
-    assert cli.main(["serve", str(checkpoint), "--replicas", "3", "--tensor-parallel", "4", *ports]) == 1
+    assert cli.main(["serve", str(checkpoint), "--replicas", "3", "--tensor-parallel", "4", *ports]) == 2
     said = capsys.readouterr().err
     assert "12 NPUs are asked for (3 x 4 for Tiny-Model), 8 virtual NPUs Ascend910B3 are here" in said
     assert "lower --replicas or --tensor-parallel, or present more: NPUFLEET_DEVICE=virtual:12" in said
     assert runs.all_running() == []
-    assert made and not made[0].exists()
 
 
 def test_ray_is_tried_twice_and_its_failure_is_one_line(

@@ -1,0 +1,71 @@
+"""What `npufleet serve` sees before it starts anything: files, ports, NPUs, the cluster it is told to join.
+
+Each failure is a ``ValueError`` that names what was given and how to mend it, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from . import checkpoint, doctor, env
+from .config import FleetConfig
+from .device import Device
+
+CONNECT_S = 5.0
+
+
+def files(config: FleetConfig, say: Callable[[str], None]) -> None:
+    """Look at the checkpoints; ``say`` is told what is odd about them."""
+    for model in config.models:
+        for doubt in checkpoint.check(model.name, Path(model.source), model.engine):
+            say(f"warning: {doubt}")
+
+
+def ports(config: FleetConfig) -> None:
+    """See that the fleet can listen where it is told to."""
+    wanted = [
+        ("gateway", config.gateway.host, config.gateway.port),
+        ("router", config.router.host, config.router.port),
+        ("metrics", config.metrics.host, config.metrics.port),
+    ]
+    takers: dict[int, str] = {}
+    for what, host, port in wanted:
+        if port and port in takers:  # on two addresses of one machine it could do, and nobody means it
+            raise ValueError(
+                f"{takers[port]}.port and {what}.port are both {port}; give each its own (0 takes a free one)"
+            )
+        takers[port] = what
+        finding = doctor.free_port(what, host, port)
+        if finding.level is doctor.Level.FAIL:
+            raise ValueError(f"{finding.text}; {finding.remedy}")
+
+
+def npus(config: FleetConfig, found: Device) -> None:
+    """See that the machine has as many NPUs as the engines need."""
+    if config.npus <= found.count:
+        return
+    asked = " + ".join(f"{m.engines} x {m.tensor_parallel_size} for {m.name}" for m in config.models)
+    remedy = "lower --replicas or --tensor-parallel"
+    if found.kind == "virtual":
+        remedy += f", or present more: {env.DEVICE}=virtual:{config.npus}"
+    raise ValueError(f"{config.npus} NPUs are asked for ({asked}), {found} are here; {remedy}")
+
+
+def cluster(address: str) -> None:
+    """See whether anything listens at the address of a Ray cluster: Ray itself would look for minutes.
+
+    Raises:
+        ValueError: if it is no address.
+        OSError: if nothing listens there.
+    """
+    if address == "auto" or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--address {address!r}: expected 'auto' or HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OverflowError, UnicodeError) as error:
+        raise ValueError(f"--address {address!r}: {error}") from error
