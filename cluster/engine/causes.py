@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_CHARS = 600
 
@@ -37,11 +38,18 @@ class Cause:
 def _one_line(error: BaseException) -> str:
     details = getattr(error, "errors", None)  # pydantic's, whose own text repeats the input and a link
     if type(error).__name__ == "ValidationError" and callable(details):
-        text = "; ".join(str(entry["msg"]).removeprefix("Value error, ") for entry in details())
+        text = "; ".join(map(_refusal, details()))
     else:
         text = f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} …"
+
+
+def _refusal(entry: Mapping[str, Any]) -> str:
+    """One of pydantic's errors, with the field and what was given for it if it is about a field."""
+    text = str(entry["msg"]).removeprefix("Value error, ")
+    field = ".".join(map(str, entry["loc"]))
+    return f"{field}: {text}, got {entry['input']!r}" if field else text
 
 
 class StartFailed(RuntimeError):

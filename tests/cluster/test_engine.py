@@ -233,7 +233,7 @@ def test_a_cause_is_one_line_and_knows_whether_another_try_helps() -> None:
 
     with pytest.raises(ValueError) as caught:
         Checked(size=1)
-    assert Cause.of(caught.value) == Cause(text="no such size", final=True)
+    assert Cause.of(caught.value) == Cause(text="size: no such size, got 1", final=True)
     remote = RayTaskError(
         "f", "Traceback ...", FileNotFoundError(2, "No such file", "/w")
     ).as_instanceof_cause()
