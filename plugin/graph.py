@@ -17,6 +17,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from .attention.capture import CapturedStep, Workspaces, recording
 from .attention.metadata import DenseMetadata
+from .attention.mla_metadata import LatentMetadata
 
 
 @dataclass(kw_only=True)
@@ -90,6 +91,6 @@ class ACLGraphWrapper(CUDAGraphWrapper):
         update stream waits for it. The graph in turn waits inside, at each attention call, for that call's
         update.
         """
-        step: DenseMetadata = next(iter(metadata.values()))
+        step = next(x for x in metadata.values() if isinstance(x, (DenseMetadata, LatentMetadata)))
         self._update_stream.wait_event(captured.replayed)
         captured.attention.update(self._update_stream, step.query_ends, step.kv_lens)

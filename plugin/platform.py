@@ -12,6 +12,8 @@ from .support import apply_defaults, check_config, check_quantization, choose_ba
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+    from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -93,6 +95,21 @@ class NPUPlatform(Platform):
         return choose_backend(selected_backend, attn_selector_config)
 
     @classmethod
+    def get_mla_prefill_backend_cls(
+        cls, mla_selector_config: "MLAPrefillSelectorConfig"
+    ) -> "type[MLAPrefillBackend]":
+        """What prefills the layers of multi-head latent attention.
+
+        :raises ValueError: a dtype or sizes that the operators do not take.
+        """
+        from .attention.mla_prefill import NPUMLAPrefillBackend
+
+        reasons = NPUMLAPrefillBackend.validate_configuration(None, mla_selector_config)
+        if reasons:
+            raise ValueError(f"latent attention on NPU cannot prefill this model: {'; '.join(reasons)}")
+        return NPUMLAPrefillBackend
+
+    @classmethod
     def get_device_communicator_cls(cls) -> str:
         """The collectives of a group."""
         return "npufleet.plugin.communicator.NPUCommunicator"
@@ -113,6 +130,12 @@ class NPUPlatform(Platform):
     def support_hybrid_kv_cache(cls) -> bool:
         """Layers with and without a sliding window have cache groups of their own."""
         return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Nothing to object: a layer may have several caches, as latent attention has; nobody here counts
+        them.
+        """
 
     @classmethod
     def opaque_attention_op(cls) -> bool:

@@ -96,7 +96,9 @@ def _check_model(config: "VllmConfig") -> None:
         return
     supported = "supported are dense decoder-only and encoder-only models"
     if model.use_mla:
-        raise ValueError(f"multi-head latent attention (MLA) is not supported on NPU yet; {supported}")
+        from .attention.mla import SIZES, check_sizes
+
+        check_sizes({name: getattr(model.hf_text_config, name, None) for name in SIZES})
     if model.is_hybrid or model.is_attention_free:
         raise ValueError(f"state-space (Mamba-like) layers are not supported on NPU yet; {supported}")
     if model.is_encoder_decoder:
@@ -142,21 +144,33 @@ def choose_backend(selected: "AttentionBackendEnum | None", wanted: "AttentionSe
     """The import path of the attention backend for a layer.
 
     :param selected: the user's choice, None if there is none.
-    :raises ValueError: MLA or sparse attention, another platform's backend, or a layer that the dense backend
+    :raises ValueError: sparse attention, another platform's backend, or a layer that the backend of its kind
         does not take; with the reasons.
     """
-    from .attention import BACKENDS
-    from .attention.dense import AscendAttentionBackend
+    from .attention import BACKENDS, LAYER_BACKENDS
 
-    if wanted.use_mla or wanted.use_sparse:
-        kind = "sparse attention" if wanted.use_sparse else "multi-head latent attention (MLA)"
-        raise ValueError(f"{kind} is not supported on NPU yet; supported is dense attention (NPU_DENSE)")
-    if selected is not None and selected.name not in BACKENDS:
+    if wanted.use_sparse:
+        raise ValueError(
+            "sparse attention is not supported on NPU yet; supported are " + ", ".join(LAYER_BACKENDS)
+        )
+    if selected is not None and selected.name not in LAYER_BACKENDS:
         raise ValueError(
             f"attention backend {selected.name} is not for NPU; leave it out or use one of "
-            + ", ".join(BACKENDS)
+            + ", ".join(LAYER_BACKENDS)
         )
     fields = wanted._asdict()
+    if wanted.use_mla:
+        from .attention.mla import AscendMLABackend
+
+        reasons = AscendMLABackend.validate_configuration(device_capability=None, **fields)  # type: ignore[arg-type]
+        if reasons:
+            raise ValueError(
+                f"latent attention on NPU does not take this layer: {'; '.join(reasons)}. It takes latents of "
+                "512 elements with rotary parts of 64, blocks of a multiple of 128 tokens, bfloat16 or float32"
+            )
+        return BACKENDS["NPU_MLA"]
+    from .attention.dense import AscendAttentionBackend
+
     # vLLM's float32 models keep a float32 cache, which the default list of cache dtypes does not name.
     reasons = AscendAttentionBackend.validate_configuration(device_capability=None, **fields)  # type: ignore[arg-type]
     if reasons:

@@ -11,7 +11,7 @@ token.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch_npu
@@ -27,7 +27,7 @@ def causal_mask(device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _no_lse(device: torch.device) -> torch.Tensor:
+def no_lse(device: torch.device) -> torch.Tensor:
     """Where the operator may put a log-sum-exp that nobody asked for."""
     return torch.empty(1, dtype=torch.float32, device=device)
 
@@ -95,7 +95,7 @@ class PagedAttentionCall:
             *tensors,
             **arguments,
             workspace=self.workspace,
-            out=[self.out, _no_lse(self.query.device)],
+            out=[self.out, no_lse(self.query.device)],
         )
 
     def capture(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> "CapturedAttention":
@@ -106,23 +106,48 @@ class PagedAttentionCall:
         and the workspace belong to the graph's memory pool and are held weakly afterwards, so that later
         layers may reuse it.
         """
-        gate = torch.npu.ExternalEvent()
-        gate.wait(stream)
-        gate.reset(stream)
-        torch.npu.graph_task_group_begin(stream)
-        self.launch(query_ends, kv_lens)
-        handle = torch.npu.graph_task_group_end(stream)
-        weak = replace(self, query=_weak(self.query), out=_weak(self.out))
-        return CapturedAttention(call=weak, handle=handle, gate=gate)
+        return CapturedAttention.capture(self, stream, query_ends, kv_lens)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a workspace depends on beside the number of tokens."""
+        return (self.query.shape[1:], self.key_cache.shape, self.query.dtype, self.sliding_window)
+
+    def weak(self) -> "PagedAttentionCall":
+        """The same call holding what lives in a graph's memory pool weakly."""
+        return replace(self, query=weak_reference(self.query), out=weak_reference(self.out))
+
+
+class AttentionCall(Protocol):
+    """One attention launch without its lengths: what a captured graph needs of it."""
+
+    def launch(self, query_ends: list[int], kv_lens: list[int]) -> None:
+        """Compute, with these lengths."""
+
+    def weak(self) -> "AttentionCall":
+        """The same call without owning what lives in a graph's memory pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedAttention:
     """An attention launch inside a captured graph."""
 
-    call: PagedAttentionCall
+    call: AttentionCall
     handle: Any  # torch_npu's task-group handle
     gate: Any  # ExternalEvent: opened by update, closed again by the replay that passes it
+
+    @classmethod
+    def capture(
+        cls, call: AttentionCall, stream: Any, query_ends: list[int], kv_lens: list[int]
+    ) -> "CapturedAttention":
+        """Launch ``call`` in the open capture on ``stream``, behind a gate and as a task of its own."""
+        gate = torch.npu.ExternalEvent()
+        gate.wait(stream)
+        gate.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        call.launch(query_ends, kv_lens)
+        handle = torch.npu.graph_task_group_end(stream)
+        return cls(call=call.weak(), handle=handle, gate=gate)
 
     def update(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> None:
         """Give the task the lengths of the next replay and open its gate; once before each replay, on
@@ -145,7 +170,7 @@ def update_all(
             one.gate.record(stream)
 
 
-def _weak(tensor: torch.Tensor) -> torch.Tensor:
+def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without owning it."""
     return torch_npu._C._weak_ref_tensor(tensor)
 

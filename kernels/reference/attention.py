@@ -1,6 +1,7 @@
 """References of npu_fused_infer_attention_score 1 and 2: plain, into given outputs, and the workspace.
 
-What they accept is in :mod:`.attention_arguments`, what they compute in :mod:`.attention_math`.
+What they accept is in :mod:`.attention_arguments`, what they compute in :mod:`.attention_math`; attention over
+latents is in :mod:`.latent_attention`.
 """
 
 from typing import Any
@@ -10,12 +11,16 @@ import torch
 from .attention_arguments import V1, V2, prepare
 from .attention_math import attend
 from .checks import require_contiguous, require_dtype, wrong
+from .latent_attention import attend_latents, is_latent, prepare_latent
 from .registry import reference
 
 
 def _compute(
     op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_latent(op, given):
+        latents = attend_latents(prepare_latent(op, query, key, value, given))
+        return latents, query.new_empty(0, dtype=torch.float32)
     call, want_lse = prepare(op, query, key, value, given)
     out, lse = attend(call, want_lse)
     return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse.unsqueeze(-1)
@@ -30,12 +35,16 @@ def _compute_into(
     workspace: torch.Tensor | None,
     targets: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call, want_lse = prepare(op, query, key, value, given)
     if workspace is not None:
         require_dtype(op, "workspace", workspace, (torch.uint8,))
     if len(targets) != 2:
         raise wrong(op, f"out has {len(targets)} tensors, it must have 2")
     out, lse_out = targets
+    if is_latent(op, given):
+        latents = prepare_latent(op, query, key, value, given)
+        _check_target(op, "attention_out", out, tuple(query.shape), query.dtype)
+        return attend_latents(latents, out), lse_out
+    call, want_lse = prepare(op, query, key, value, given)
     shape = (*query.shape[:2], call.value.shape[2])
     _check_target(op, "attention_out", out, shape, query.dtype)
     require_dtype(op, "softmax_lse", lse_out, (torch.float32,))
@@ -63,7 +72,7 @@ def _workspace(
     """Bytes that the largest call of this shape may need: the reference needs none, so one score row per
     query head.
     """
-    prepare(op, query, key, value, given)
+    (prepare_latent if is_latent(op, given) else prepare)(op, query, key, value, given)
     return query.new_empty(max(1, query.shape[0] * query.shape[1]) * 4, dtype=torch.uint8)
 
 
@@ -141,7 +150,7 @@ def _empty_outputs(
     return torch.empty_like(query), query.new_empty(rows, dtype=torch.float32)
 
 
-_SHAPES_DO_NOT_NEED = ("block_table", "num_heads", "num_query_heads", "num_key_value_heads")
+_SHAPES_DO_NOT_NEED = ("block_table", "num_heads", "num_query_heads", "num_key_value_heads", "query_rope")
 
 
 @reference(f"npu::_{V1}_infer_output")

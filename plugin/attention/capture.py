@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from npufleet.kernels.ops.attention import CapturedAttention, PagedAttentionCall, update_all
+from npufleet.kernels.ops.mla import LatentAttentionCall
 
+Call: TypeAlias = PagedAttentionCall | LatentAttentionCall
 Workspaces = dict[tuple[Any, ...], torch.Tensor]
 
 
@@ -24,7 +26,7 @@ class CapturedStep:
         self._workspaces = workspaces
         self._calls: list[CapturedAttention] = []
 
-    def attend(self, call: PagedAttentionCall, query_ends: list[int], kv_lens: list[int]) -> None:
+    def attend(self, call: Call, query_ends: list[int], kv_lens: list[int]) -> None:
         """Capture one attention call; the lengths here are those of the capture only."""
         call = self._with_workspace(call, query_ends, kv_lens)
         self._calls.append(call.capture(self._stream, query_ends, kv_lens))
@@ -35,12 +37,10 @@ class CapturedStep:
         """
         update_all(self._calls, stream, query_ends, kv_lens)
 
-    def _with_workspace(
-        self, call: PagedAttentionCall, query_ends: list[int], kv_lens: list[int]
-    ) -> PagedAttentionCall:
+    def _with_workspace(self, call: Call, query_ends: list[int], kv_lens: list[int]) -> Call:
         """``call`` with scratch memory: that of a larger batch where there is one, as batches shrink from
         graph to graph."""
-        kind = (call.query.shape[1:], call.key_cache.shape, call.query.dtype, call.sliding_window)
+        kind = call.kind
         workspace = self._workspaces.get((*kind, call.query.shape[0]))
         if workspace is None:
             workspace = call.get_workspace(query_ends, kv_lens)

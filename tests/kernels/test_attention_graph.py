@@ -91,7 +91,7 @@ def test_the_captured_call_does_not_own_query_and_output(device):
     assert captured.call.out.data_ptr() == call.out.data_ptr()
     before = torch.npu.memory_allocated()
     big = torch.empty(1 << 20, device=device)
-    weak = attention._weak(big)
+    weak = attention.weak_reference(big)
     del big
     assert torch.npu.memory_allocated() == before and weak.shape == (1 << 20,)
 

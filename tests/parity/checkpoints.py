@@ -195,6 +195,7 @@ LATENT_CHECKPOINTS = (
         model_type="deepseek_v3",
         config={**LATENT_HEADS, "rope_parameters": V3_YARN, "q_lora_rank": 96},
         without=PLAIN,
+        seed=34,
     ),
 )
 """Multi-head latent attention: DeepSeek V2 without and V3 with a low rank of the queries."""

@@ -86,7 +86,11 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
         ),
         ("llama", {"enable_lora": True}, r"LoRA.*merged"),
         ("llama", {"enable_sleep_mode": True}, r"[Ss]leep mode"),
-        ("mla", {}, r"MLA.*dense"),
+        (
+            "mla",
+            {"hf_overrides": {"kv_lora_rank": 256}},
+            r"kv_lora_rank 256.*kv_lora_rank 512.*VLLM_MLA_DISABLE",
+        ),
         ("mamba", {}, r"state-space.*dense"),
     ],
 )

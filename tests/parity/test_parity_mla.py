@@ -1,0 +1,83 @@
+"""Multi-head latent attention against transformers' own DeepSeek classes: fp32, eager and graph mode.
+
+The prompts are prefilled in chunks of 64 tokens next to requests that already decode, so expanded attention over
+earlier tokens, merging by log-sum-exp and absorbed decode all run, in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from vllm import LLM
+
+from .checkpoints import LATENT_CHECKPOINTS, VOCAB
+from .conftest import STEPS
+from .engines import GRAPHS, cached, engine, greedy, logprob_error, tokens, worker_engine
+from .reference import greedy as hf_greedy
+from .reference import load, prompts
+
+NAMES = [checkpoint.name for checkpoint in LATENT_CHECKPOINTS]
+LOGPROB_TOLERANCE = 2e-3  # fp32 on both sides; logits have a deviation near 8
+
+
+@pytest.fixture(
+    scope="module", params=[(n, m) for n in NAMES for m in ("eager", "graph")], ids=lambda p: f"{p[0]}-{p[1]}"
+)
+def served(request, checkpoint_path) -> Iterator[tuple[str, str, LLM]]:
+    """(checkpoint name, mode, engine)."""
+    name, mode = request.param
+    with engine(checkpoint_path(name), **(GRAPHS if mode == "graph" else {})) as llm:
+        yield name, mode, llm
+
+
+def test_mixed_batch_with_chunked_prefill(served, references):
+    name, _, llm = served
+    expected = references(name)
+    outputs = greedy(llm, prompts(VOCAB), STEPS, logprobs=5)
+    assert tokens(outputs) == [result.tokens for result in expected]
+    for output, result in zip(outputs, expected, strict=True):
+        assert logprob_error(output, result.logprobs) < LOGPROB_TOLERANCE
+
+
+def test_prefix_cache_hit(served, references):
+    """The same prompts again: the long ones attend over cached blocks and must not answer differently."""
+    name, _, llm = served
+    greedy(llm, prompts(VOCAB), 1)
+    outputs = greedy(llm, prompts(VOCAB), STEPS)
+    assert cached(outputs)[-2:] == [128, 256]
+    assert tokens(outputs) == [result.tokens for result in references(name)]
+
+
+def test_shared_prefix_with_another_ending(served, checkpoint_path):
+    name, _, llm = served
+    base = prompts(VOCAB)[-2]
+    forked = [*base, *prompts(VOCAB, lengths=(20,), seed=11)[0]]
+    greedy(llm, [base], 1)
+    (output,) = greedy(llm, [forked], 24)
+    assert cached([output]) == [128]
+    assert tokens([output])[0] == hf_greedy(load(checkpoint_path(name)), forked, 24, use_cache=True).tokens
+
+
+def test_the_caches_are_latents_and_rotary_parts(served):
+    """Per layer and token 512 and 64 elements, nothing more, in pages of 128 tokens; graphs where asked for."""
+    _, mode, llm = served
+    config = llm.llm_engine.vllm_config.compilation_config
+    assert config.cudagraph_mode.has_full_cudagraphs() is (mode == "graph")
+    widths = [tuple(x.kv_cache.shape[1:]) for x in config.static_forward_context.values()]
+    assert sorted(widths) == [(128, 64)] * 3 + [(128, 512)] * 3
+
+
+@pytest.mark.parametrize("mode", [{}, GRAPHS], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks(name, mode, checkpoint_path, references):
+    """Two of four heads on each rank; latents and rotary parts on both."""
+    expected = references(name)
+    with worker_engine(checkpoint_path(name), 2, **mode) as llm:
+        first = greedy(llm, prompts(VOCAB), STEPS, logprobs=5)
+        again = greedy(llm, prompts(VOCAB), STEPS)
+    assert tokens(first) == [result.tokens for result in expected]
+    for output, result in zip(first, expected, strict=True):
+        assert logprob_error(output, result.logprobs) < LOGPROB_TOLERANCE
+    assert cached(again)[-2:] == [128, 256]
+    assert tokens(again) == tokens(first)
