@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..router.command import add_engines, endpoints, stop_asked
 from .process import GATEWAY_ENV, prepare_process
 
 
@@ -22,14 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m npufleet.cluster.gateway",
         description="Serve the OpenAI API over a fixed list of VllmEngine servers.",
     )
-    made.add_argument(
-        "--engine",
-        action="append",
-        required=True,
-        metavar="[MODEL@]HOST:PORT",
-        help="an engine's gRPC address; repeat it for each engine",
-    )
-    made.add_argument("--model", help="the model of engines given without MODEL@")
+    add_engines(made)
     made.add_argument(
         "--args",
         type=json.loads,
@@ -50,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
 
 async def run(options: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
-    from ..router.__main__ import endpoints
     from ..router.pool import StaticSource
     from ..router.registry import DEFAULT_POLICY
     from ..router.server import serve_router
@@ -64,9 +55,7 @@ async def run(options: argparse.Namespace) -> None:
         key: tuple(value) if isinstance(value, list) else value for key, value in options.set.items()
     }
     engines = endpoints(options.engine, options.model)
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_asked()
     router = await serve_router(StaticSource(engines), policy=options.policy or DEFAULT_POLICY)
     names = dict.fromkeys(engine.model for engine in engines)
     specs = [ModelSpec(name=name, args=options.args) for name in names]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from npufleet.cluster.endpoints import EngineEndpoint, EngineState
+from npufleet.cluster.router.command import add_engines, endpoints, stop_asked
 from npufleet.cluster.router.pool import StaticSource
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.server import serve_router
@@ -23,14 +22,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m npufleet.cluster.router",
         description="Route vllm.grpc.engine.VllmEngine calls over a fixed list of engines.",
     )
-    made.add_argument(
-        "--engine",
-        action="append",
-        required=True,
-        metavar="[MODEL@]HOST:PORT",
-        help="an engine's gRPC address; repeat it for each engine",
-    )
-    made.add_argument("--model", help="the model of engines given without MODEL@")
+    add_engines(made)
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     made.add_argument("--port", type=int, default=50050, help="gRPC port, 0 = any (default %(default)s)")
     names = ", ".join(known_policies())
@@ -40,34 +32,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def endpoints(engines: Sequence[str], model: str | None) -> list[EngineEndpoint]:
-    """The endpoints that ``--engine`` and ``--model`` describe; ValueError for what does not parse."""
-    made = []
-    for text in engines:
-        name, _, address = text.rpartition("@")
-        name = name or (model or "")
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"--engine {text!r} is not [MODEL@]HOST:PORT")
-        if not name:
-            raise ValueError(f"--engine {text!r} has no model; write MODEL@{text} or give --model")
-        made.append(
-            EngineEndpoint(
-                engine_id=address, model=name, address=address, metrics_url="", state=EngineState.READY
-            )
-        )
-    if len({endpoint.engine_id for endpoint in made}) < len(made):
-        raise ValueError("an engine is given twice")
-    return made
-
-
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
     source = StaticSource(endpoints(args.engine, args.model))
     registry = CollectorRegistry()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_asked()
     handle = await serve_router(source, host=args.host, port=args.port, policy=args.policy, registry=registry)
     if args.metrics_port is not None:
         start_http_server(args.metrics_port, addr=args.host, registry=registry)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
-from npufleet.cluster.router.__main__ import endpoints
+from npufleet.cluster.router.command import endpoints
 from npufleet.cluster.router.server import serve_router
 
 from .router_fakes import MODEL, FakeEngine, ListSource, endpoint, fleet, generate_request, tokens_of, until
