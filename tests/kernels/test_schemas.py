@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import npufleet.kernels.ops
-from npufleet.kernels.ops import activation, attention, kv_cache, moe, norm, rope, sampling
+from npufleet.kernels.ops import activation, attention, kv_cache, mla, moe, norm, rope, sampling
 
 from .paged import make_case
 
@@ -20,6 +20,9 @@ NAMESPACES = ("npu", "atb")
 WITHOUT_META = {
     "npu::npu_fused_infer_attention_score.out",
     "npu::_npu_fused_infer_attention_score_get_max_workspace",
+    "npu::npu_fused_infer_attention_score_v2.out",
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
+    "npu::npu_gather_pa_kv_cache",
 }
 NOT_OPERATORS = {"_C._weak_ref_tensor"}
 
@@ -46,6 +49,42 @@ def expert_layer(
     routed = moe.expand(x, experts, logits.shape[1], first, last)
     rows = moe.feed_forward(routed.rows, gate_up[first:last], down[first:last], routed.counts)
     return moe.combine(rows, routed.places, weights, partial=last - first < logits.shape[1])
+
+
+def latent_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
+    """The calls of latent attention."""
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    latents, ropes, cos, slots = rand(3, 128, 512), rand(3, 128, 64), rand(2, 64), ints(5, -1).long()
+    for output in (True, False):
+        yield lambda output=output: mla.write_latents(
+            rand(2, 576), rand(512), 1e-6, cos, cos, slots, latents, ropes, output=output
+        )
+    yield lambda: mla.rotate_query(rand(2, 4, 64), cos, cos)
+    yield lambda: mla.per_head_matmul(rand(2, 4, 128), rand(4, 128, 512))
+    call = mla.LatentAttentionCall(
+        query=rand(2, 4, 512),
+        query_rope=rand(2, 4, 64),
+        latent_cache=latents,
+        rope_cache=ropes,
+        block_table=ints(1, 2, 0, 0).view(2, 2),
+        out=rand(2, 4, 512),
+        scale=0.1,
+    )
+    yield lambda: call.launch([1, 2], [130, 7])
+    yield lambda: call.get_workspace([1, 2], [130, 7])
+    heads = rand(5, 2, 192), rand(5, 2, 192), rand(5, 2, 128)
+    for causal, want_lse in ((True, False), (False, True)):
+        yield lambda causal=causal, want_lse=want_lse: mla.expanded_attention(
+            *heads, [2, 5], [2, 5], causal=causal, scale=0.1, want_lse=want_lse
+        )
+    yield lambda: mla.gather_latents(latents, ropes, ints(1, 2).view(1, 2), ints(9), ints(128), 9)
+    yield lambda: mla.merge_attention([heads[2]] * 2, [torch.rand(5, 2, device=device)] * 2)
 
 
 def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -102,6 +141,7 @@ def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
         yield lambda score=score, bias=bias, renormalize=renormalize: moe.top_k_grouped(
             logits, 2, score=score, bias=bias, groups=2, top_groups=1, renormalize=renormalize
         )
+    yield from latent_calls(device)
     yield lambda: sampling.top_k_top_p(rand(5, 40), torch.rand(5, device=device), slots + 1)
 
 
