@@ -1,7 +1,10 @@
-"""Tiny checkpoints for the plugin's tests."""
+"""Tiny checkpoints for the plugin's tests, and engines over them."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import (
@@ -13,6 +16,9 @@ from transformers import (
     PretrainedConfig,
     Qwen3MoeConfig,
 )
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 VOCABULARY = 128
 
@@ -93,3 +99,29 @@ def save_random_weights(config: PretrainedConfig, directory: Path) -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.25) if parameter.dim() > 1 else None
     model.save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(checkpoint: Callable[..., Path]) -> "Callable[..., AbstractContextManager[LLM]]":
+    """``tiny_llama(**arguments)``: a whole engine in this process over a tiny float32 Llama, as a context."""
+
+    @contextmanager
+    def run(**arguments: Any) -> "Iterator[LLM]":
+        from vllm import LLM
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            engine = LLM(
+                model=str(checkpoint("llama", weights=True)),
+                dtype="float32",
+                skip_tokenizer_init=True,
+                max_model_len=512,
+                gpu_memory_utilization=0.05,
+                **arguments,
+            )
+            yield engine
+            engine.llm_engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+
+    return run

@@ -1,8 +1,8 @@
 """KV pages that leave the device and come back through a connector of vLLM's give the same tokens."""
 
-import gc
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,29 +17,20 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Callable[..., Path], storage: Path) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = LLM(
-            model=str(checkpoint("llama", weights=True)),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            max_model_len=512,
-            max_num_batched_tokens=512,
-            max_num_seqs=4,
-            num_gpu_blocks_override=32,
-            gpu_memory_utilization=0.05,
-            kv_transfer_config={
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": str(storage)},
-            },
-        )
+def llm(tiny_llama: Callable[..., AbstractContextManager[LLM]], storage: Path) -> Iterator[LLM]:
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    with tiny_llama(
+        enable_prefix_caching=False,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+        num_gpu_blocks_override=32,
+        kv_transfer_config=connector,
+    ) as engine:
         yield engine
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
 
 
 def test_pages_are_stored_and_loaded(llm: LLM, storage: Path) -> None:

@@ -1,9 +1,8 @@
 """A whole engine in this process: a tiny float32 Llama, graphs for batches up to 4, larger ones eager."""
 
-import gc
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -30,24 +29,14 @@ def greedy(tokens: int = 12, **changes: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Callable[..., Path]) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine = LLM(
-            model=str(checkpoint("llama", weights=True)),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            max_num_batched_tokens=256,
-            max_num_seqs=8,
-            num_gpu_blocks_override=64,
-            gpu_memory_utilization=0.05,
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
-        )
+def llm(tiny_llama: Callable[..., AbstractContextManager[LLM]]) -> Iterator[LLM]:
+    with tiny_llama(
+        max_num_batched_tokens=256,
+        max_num_seqs=8,
+        num_gpu_blocks_override=64,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
+    ) as engine:
         yield engine
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        gc.collect()
 
 
 @pytest.fixture(scope="module")
