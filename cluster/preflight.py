@@ -5,12 +5,14 @@ Each failure is a ``ValueError`` that names what was given and how to mend it, u
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from . import checkpoint, doctor, env
-from .config import FleetConfig
+from .config import FleetConfig, GatewayConfig, MetricsConfig, RouterConfig
 from .device import Device
 
 CONNECT_S = 5.0
@@ -40,6 +42,27 @@ def ports(config: FleetConfig) -> None:
         finding = doctor.free_port(what, host, port)
         if finding.level is doctor.Level.FAIL:
             raise ValueError(f"{finding.text}; {finding.remedy}")
+
+
+def with_free_ports(config: FleetConfig) -> FleetConfig:
+    """Return ``config`` with a free port wherever it says 0: everybody who is told of a door must know it."""
+    with contextlib.ExitStack() as held:  # all at once, so that no two are the same
+        found = {name: _free_port(getattr(config, name), held) for name in ("gateway", "router", "metrics")}
+    return replace(
+        config,
+        gateway=replace(config.gateway, port=found["gateway"]),
+        router=replace(config.router, port=found["router"]),
+        metrics=replace(config.metrics, port=found["metrics"]),
+    )
+
+
+def _free_port(door: GatewayConfig | RouterConfig | MetricsConfig, held: contextlib.ExitStack) -> int:
+    if door.port:
+        return door.port
+    probe = held.enter_context(socket.socket(socket.AF_INET6 if ":" in door.host else socket.AF_INET))
+    probe.bind((door.host, 0))
+    port: int = probe.getsockname()[1]
+    return port
 
 
 def npus(config: FleetConfig, found: Device) -> None:

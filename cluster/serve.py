@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,12 +61,13 @@ def serve(args: argparse.Namespace) -> int:
     """Run the command; returns its exit code. Raises ``ValueError`` for what the user got wrong."""
     console = Console()
     target = resolve(args, console.say)
-    config = target.config
     if target.device is not None:  # ports, files and NPUs are those of the cluster's nodes otherwise
-        preflight.npus(config, target.device)
-        preflight.files(config, console.say)
-        _first_key(config)
-        preflight.ports(config)
+        preflight.npus(target.config, target.device)
+        preflight.files(target.config, console.say)
+        _first_key(target.config)
+        preflight.ports(target.config)
+        target = replace(target, config=preflight.with_free_ports(target.config))
+    config = target.config
     stop = _Stop()
     fleet = _Fleet(config=config, console=console, stop=stop)
     code = 1

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from npufleet.cluster import cli, demo_model, device, local, runs, serve, status, targets
+from npufleet.cluster import cli, demo_model, device, local, preflight, runs, serve, status, targets
 from npufleet.cluster.device import Device
 
 
@@ -63,6 +63,16 @@ def test_a_checkpoint_folder_becomes_a_fleet(virtual: None, checkpoint: Path) ->
     assert made.models[0].source == str(checkpoint)
     assert (made.models[0].engines, made.models[0].tensor_parallel_size, made.npus) == (2, 4, 8)
     assert (made.device, made.gateway.port, made.gateway.host) == ("virtual", 0, "127.0.0.1")
+
+
+def test_a_port_of_zero_becomes_a_free_one_that_everybody_is_told(virtual: None, checkpoint: Path) -> None:
+    given = resolve(str(checkpoint), "--port", "0", "--grpc-port", "0", "--metrics-port", "7003").config
+    made = preflight.with_free_ports(given)
+    ports = {made.gateway.port, made.router.port, made.metrics.port}
+    assert len(ports) == 3
+    assert 0 not in ports
+    assert made.metrics.port == 7003
+    assert serve.gateway_url(made).endswith(f":{made.gateway.port}")
 
 
 def test_the_cache_is_bounded_on_virtual_npus_only(
