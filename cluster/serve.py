@@ -20,6 +20,7 @@ import psutil
 from . import ask, local, preflight, runs
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
+from .caretaker import Caretaker
 from .config import FleetConfig
 from .controller.progress import Phase
 from .engine import orphan
@@ -166,10 +167,12 @@ class _Fleet:
     lifeline: Lifeline | None = None  # of our own Ray cluster
     record: Path | None = None
     folder: Path | None = None  # of our own Ray cluster
-    connected: bool = False
+    submitted: bool = False  # the application, to Serve
     controller: Any = None  # its Serve handle, once there is one
     ray_died: bool = False  # before we ended it
     shared: set[str] = field(default_factory=set)  # shared memory seen while the fleet was well
+    caretaker: Caretaker | None = None  # of our own Ray cluster
+    _looked: float = -SHARED_S
 
     def start(self, target: Target, address: str | None) -> None:
         """Bring everything up, and return when every model can answer."""
@@ -184,13 +187,14 @@ class _Fleet:
             say(f"connected to the Ray cluster at {address}; device: {config.device}")
         else:
             assert target.device is not None and self.folder is not None
+            self.caretaker = Caretaker.start(self.record, self.folder)
             say(f"device: {target.device}")
             self.ray = local.start(target.device, self.folder)
             self.lifeline = Lifeline.of_children()
             say(f"Ray is up; logs in {self.ray.logs}")
-        self.connected = True
         self.stop.listen()
         self.stop.check()
+        self.submitted = True
         self._submit()
         self._follow()
         say(f"ready: {gateway_url(config)}")
@@ -201,18 +205,23 @@ class _Fleet:
         return self.lifeline.lost() if self.lifeline else None
 
     def keep(self) -> None:
-        """Return when a stop is asked for. Raises :class:`RayLost` if Ray dies before.
-
-        A signal to the whole process group can end what is below us before it can be asked what it shares, so
-        that is written down on the way.
-        """
-        looked = -SHARED_S
+        """Return when a stop is asked for. Raises :class:`RayLost` if Ray dies before."""
         while not self.stop.asked:
             self._check_ray()
-            if self.ray is not None and time.monotonic() - looked > SHARED_S:
-                looked = time.monotonic()
-                self.shared |= shared_by_children()
+            self._look()
             time.sleep(POLL_S)
+
+    def _look(self) -> None:
+        """Write down now and then what there is below us.
+
+        A signal to the whole process group can end it before it can be asked what it shares, and a kill of
+        this process leaves that to the caretaker.
+        """
+        if self.caretaker is None or time.monotonic() - self._looked < SHARED_S:
+            return
+        self._looked = time.monotonic()
+        self.shared |= shared_by_children()
+        self.caretaker.tell(psutil.Process().children(recursive=True), self.shared)
 
     def _check_ray(self) -> None:
         if lost := self.lost:
@@ -238,6 +247,7 @@ class _Fleet:
         while True:
             self.stop.check()
             self._check_ray()
+            self._look()
             application = serve.status().applications.get(APPLICATION)
             progress = self._progress()
             for entry in progress:
@@ -272,19 +282,23 @@ class _Fleet:
     def end(self, keep_logs: bool) -> bool:
         """Take everything down; say whether nothing was left that had to be killed."""
         clean = True
-        if self.connected and not self.lost:
+        if self.submitted and not self.lost:
             self.console.say("stopping: running requests may end first")
             with contextlib.suppress(KeyboardInterrupt):
                 self._delete()
         if self.ray is not None:
+            self.shared |= shared_by_children()  # of engines that a stop met in their start
             self.ray_died = bool(self.lost)
+            stubborn: list[str] = []
+            if not self.ray_died:
+                try:
+                    stubborn = self.ray.stop(keep_logs)
+                except KeyboardInterrupt:  # one Ctrl-C more: the user does not want to wait for Ray either
+                    self.ray_died = True
             if self.ray_died:  # a shutdown would wait for the dead
                 end_children(LAST_WAIT_S)
-                stubborn: list[str] = []
                 if not keep_logs:
                     local.remove_folder(self.ray.folder)
-            else:
-                stubborn = self.ray.stop(keep_logs)
             orphan.remove(self.shared)
             for title in stubborn:
                 self.console.say(f"had to kill: {title}")
@@ -295,6 +309,8 @@ class _Fleet:
             local.remove_folder(self.folder)
         if self.record is not None:
             self.record.unlink(missing_ok=True)
+        if self.caretaker is not None:
+            self.caretaker.dismiss()
         self.console.say("stopped" if clean else "stopped, not cleanly")
         return clean
 
@@ -308,8 +324,10 @@ class _Fleet:
     def _delete_waiting(self) -> None:
         import ray
         from ray import serve
+        from ray.serve.exceptions import RayServeException
 
-        serve.delete(APPLICATION)
+        with contextlib.suppress(RayServeException):  # stopped before Serve was up
+            serve.delete(APPLICATION)
         if self.ray is None:
             ray.shutdown()
 
