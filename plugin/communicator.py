@@ -2,7 +2,10 @@
 
 import torch
 from torch.distributed import ProcessGroup
-from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.base_device_communicator import (
+    All2AllManagerBase,
+    DeviceCommunicatorBase,
+)
 
 
 class NPUCommunicator(DeviceCommunicatorBase):
@@ -22,6 +25,10 @@ class NPUCommunicator(DeviceCommunicatorBase):
     ) -> None:
         current = torch.device("npu", torch.npu.current_device())
         super().__init__(cpu_group, current, device_group, unique_name, use_all2all=use_all2all)
+        if self.use_all2all:
+            # It moves nothing: tokens go to experts as plugin/moe/communication says. vLLM asks it whether a lost
+            # rank can be survived, and the base class answers no.
+            self.all2all_manager = All2AllManagerBase(cpu_group)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors, all of one shape, along ``dim``; HCCL takes contiguous ones."""

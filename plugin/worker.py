@@ -76,16 +76,17 @@ class NPUWorker(Worker):
         """The index of this rank's NPU among those that the process sees.
 
         With data parallelism on one host each replica's ranks come behind those of the replicas before it,
-        unless the launcher assigned the devices (Ray) or started the ranks itself.
+        unless the launcher assigned each replica its own devices or started the ranks itself.
         """
         parallel = self.parallel_config
+        assigned, visible = parallel.assigned_physical_gpu_ids, torch.npu.device_count()
         launched = parallel.distributed_executor_backend in ("ray", "external_launcher")
+        launched = launched or (assigned is not None and len(assigned) <= parallel.world_size)
         if not launched and parallel.data_parallel_backend != "ray" and parallel.nnodes_within_dp == 1:
             replica = parallel.data_parallel_rank_local
             if replica is None:
                 replica = parallel.data_parallel_index
             self.local_rank += replica * parallel.world_size
-        assigned, visible = parallel.assigned_physical_gpu_ids, torch.npu.device_count()
         if assigned is not None:
             set_assigned_physical_gpu_ids(assigned)
         if self.local_rank >= (visible if assigned is None else len(assigned)):
