@@ -282,12 +282,13 @@ class _Fleet:
     def end(self, keep_logs: bool) -> bool:
         """Take everything down; say whether nothing was left that had to be killed."""
         clean = True
+        self._note_shared()
         if self.submitted and not self.lost:
             self.console.say("stopping: running requests may end first")
             with contextlib.suppress(KeyboardInterrupt):
                 self._delete()
         if self.ray is not None:
-            self.shared |= shared_by_children()  # of engines that a stop met in their start
+            self._note_shared()
             self.ray_died = bool(self.lost)
             stubborn: list[str] = []
             if not self.ray_died:
@@ -313,6 +314,11 @@ class _Fleet:
             self.caretaker.dismiss()
         self.console.say("stopped" if clean else "stopped, not cleanly")
         return clean
+
+    def _note_shared(self) -> None:
+        """Write down the shared memory of engines that a stop meets in their start: they say nothing of it yet."""
+        if self.ray is not None:
+            self.shared |= shared_by_children()
 
     def _delete(self) -> None:
         """Delete the application; in a thread, because Ray can die meanwhile and this would never end."""
