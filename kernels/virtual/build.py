@@ -25,6 +25,7 @@ from . import settings
 NATIVE = Path(__file__).parent / "native"
 RUNTIME = "libnpufleet_vnpu.so"
 KERNELS = "libnpufleet_vnpu_kernels.so"
+_FAST = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]  # compute loops; torch brings its OpenMP
 _FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Wno-deprecated-declarations", "-Wno-attributes"]
 
 
@@ -106,7 +107,14 @@ class _Build:
             *runtime_flags,
         ]
         sources = sorted(NATIVE.glob("*.cpp"))
-        jobs = [(path, kernel_flags if path.name.startswith("aten_") else runtime_flags) for path in sources]
+        jobs = [
+            (
+                path,
+                (kernel_flags if path.name.startswith("aten_") else runtime_flags)
+                + (_FAST if path.name.startswith("aten_fast") else []),
+            )
+            for path in sources
+        ]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(lambda job: self.compile(*job), jobs))
         runtime = [item for item in objects if not item.name.startswith("aten_")]
@@ -129,6 +137,7 @@ class _Build:
             f"-L{torch_npu}/lib",
             "-l:libtorch_npu.so",
             "-Wl,--unresolved-symbols=ignore-in-shared-libs",
+            *map(str, _openmp(torch)),
         ]
         self.link(self.out / KERNELS, kernels, [*origin, *torch_flags])
 
@@ -155,6 +164,17 @@ class _Build:
         done = subprocess.run([self.compiler, *arguments], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BuildError(f"g++ {' '.join(arguments)}\n{done.stderr[-8000:]}")
+
+
+def _openmp(torch: Path) -> list[Path]:
+    """The OpenMP library that torch brings; the compiler's own would be a second one in the process."""
+    found = [
+        *sorted((torch / "lib").glob("libgomp*.so*")),
+        *sorted((torch.parent / "torch.libs").glob("libgomp*.so*")),
+    ]
+    if not found:
+        raise BuildError(f"torch in {torch} brings no libgomp, which its CPU wheels hold")
+    return found[:1]
 
 
 def _package(name: str) -> Path:

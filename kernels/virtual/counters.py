@@ -16,6 +16,8 @@ class Counters:
 
     ops: dict[str, int]
     """Operations that reached the device, by name such as ``aten::add.Tensor``; only those called."""
+    fast: dict[str, int]
+    """Of those, and of their replays in graphs, the ones that a compiled kernel or a packed weight served."""
     syncs: dict[str, int]
     """Times the host waited for the device: ``stream``, ``device``, ``event``, ``copy_to_host``."""
 
@@ -33,11 +35,19 @@ def read() -> Counters:
     kernels.vnpu_op_name.argtypes = [ctypes.c_size_t]
     kernels.vnpu_op_calls.restype = ctypes.c_uint64
     kernels.vnpu_op_calls.argtypes = [ctypes.c_size_t]
+    kernels.vnpu_op_fast_runs.restype = ctypes.c_uint64
+    kernels.vnpu_op_fast_runs.argtypes = [ctypes.c_size_t]
     runtime.vnpu_sync_count.restype = ctypes.c_uint64
     count = kernels.vnpu_op_count()
-    ops = {kernels.vnpu_op_name(i).decode(): kernels.vnpu_op_calls(i) for i in range(count)}
+    names = [kernels.vnpu_op_name(i).decode() for i in range(count)]
+    ops = {name: kernels.vnpu_op_calls(i) for i, name in enumerate(names)}
+    fast = {name: kernels.vnpu_op_fast_runs(i) for i, name in enumerate(names)}
     syncs = {name: runtime.vnpu_sync_count(i) for i, name in enumerate(_SYNCS)}
-    return Counters(ops={name: calls for name, calls in ops.items() if calls}, syncs=syncs)
+    return Counters(
+        ops={name: calls for name, calls in ops.items() if calls},
+        fast={name: runs for name, runs in fast.items() if runs},
+        syncs=syncs,
+    )
 
 
 def reset() -> None:

@@ -5,6 +5,7 @@
 
 #include "aten_call.h"
 #include "vnpu.h"
+#include "written.h"
 
 extern "C" void vnpu_count_sync(int kind);
 extern "C" int vnpu_zero(void* memory, size_t bytes);
@@ -27,6 +28,29 @@ class NoTorchFunction {
   at::impl::TorchFunctionDisabledState before_;
 };
 
+void run_kernel(const OpInfo& info, Stack& stack) {
+  constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  // Composite CPU kernels call further operations, which must not reach autograd or Python modes again.
+  static const c10::DispatchKeySet above =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+  c10::impl::ExcludeDispatchKeyGuard guard(above);
+  const bool done = info.fast != nullptr              ? info.fast(info, stack)
+                    : info.product != Multiply::kNone && run_packed(info, stack);
+  if (done) {
+    info.fast_runs.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  if (info.reference) {
+    TORCH_CHECK_NOT_IMPLEMENTED(info.op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                                "virtual NPU: no reference kernel for ", info.name);
+    NoTorchFunction plain;
+    info.op.redispatchBoxed(cpu, &stack);
+    return;
+  }
+  info.op.redispatchBoxed(cpu, &stack);
+}
+
 }  // namespace
 
 bool leaves_device(const OpInfo& info, const Stack& stack) {
@@ -43,21 +67,23 @@ bool leaves_device(const OpInfo& info, const Stack& stack) {
   return to.isTensor() && to.toTensor().device().is_cpu();  // copy_ into a CPU tensor
 }
 
+void note_written(const IValue& value) {
+  if (watching.load(std::memory_order_relaxed) == 0) return;
+  if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorVector()) note_written(tensor);
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  const at::Tensor& tensor = value.toTensor();
+  if (tensor.numel() == 0 || !tensor.is_cpu() || !tensor.has_storage()) return;
+  // From its first element to the end of its memory: more than it writes does no harm.
+  const size_t before = static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
+  written(tensor.const_data_ptr(), tensor.storage().nbytes() - before);
+}
+
 void run_cpu(const OpInfo& info, Stack& stack) {
-  constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
-  // Composite CPU kernels call further operations, which must not reach autograd or Python modes again.
-  static const c10::DispatchKeySet above =
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
-  c10::impl::ExcludeDispatchKeyGuard guard(above);
-  if (info.reference) {
-    TORCH_CHECK_NOT_IMPLEMENTED(info.op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
-                                "virtual NPU: no reference kernel for ", info.name);
-    NoTorchFunction plain;
-    info.op.redispatchBoxed(cpu, &stack);
-    return;
-  }
-  info.op.redispatchBoxed(cpu, &stack);
+  for (size_t i : info.written) note_written(stack[i]);
+  run_kernel(info, stack);
+  if (!info.view)
+    for (const IValue& value : stack) note_written(value);
 }
 
 // Zeroing a large piece of memory gives its pages back instead of touching them: a KV cache may then be

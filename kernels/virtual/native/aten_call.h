@@ -17,6 +17,8 @@ namespace vnpu {
 using c10::IValue;
 using torch::jit::Stack;
 
+enum class Multiply { kNone, kLinear, kMatmul, kAddMm };  // products that may have a weight
+
 // What the kernel knows about one overload; lives as long as the process.
 struct OpInfo {
   explicit OpInfo(const c10::OperatorHandle& op);
@@ -33,11 +35,15 @@ struct OpInfo {
   bool index = false;          // aten::index.Tensor, which waits when an index is a mask
   bool pointwise = false;      // one result, each element from the elements at its place
   bool predicate = false;      // and that result is a bool
+  Multiply product = Multiply::kNone;
+  bool (*fast)(const OpInfo&, Stack&) = nullptr;  // the compiled form of a reference; see aten_fast.h
+  c10::SmallVector<size_t, 4> written;  // the arguments that are written
   mutable std::atomic<bool> no_meta{false};  // null mode found no Meta kernel that works
   int generator = -1;          // index of the Generator argument
   int out_list = -1;           // index of a Tensor[] argument "out", which npu:: schemas leave unmarked
   size_t inputs = 0;
   std::atomic<uint64_t> calls{0};
+  mutable std::atomic<uint64_t> fast_runs{0};  // by its compiled form or a packed weight
 };
 
 // One distinct npu tensor of a call and the CPU tensor that stands for it.
@@ -97,6 +103,10 @@ bool on_device_memory(const c10::StorageImpl& storage);
 // generator of the device.
 at::Generator cpu_generator(const at::Generator& npu, c10::DeviceIndex device);
 
+// The product with a packed weight; false when there is none, and nothing was done.
+bool run_packed(const OpInfo& info, Stack& stack);
+// Tells those who watch that the memory of this CPU tensor, or list of them, is written.
+void note_written(const IValue& value);
 // Runs the CPU kernel; arguments and results on the stack are CPU tensors.
 void run_cpu(const OpInfo& info, Stack& stack);
 // The whole call, outside captures.

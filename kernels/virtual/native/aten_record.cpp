@@ -115,7 +115,10 @@ void replay(const Recorded& call) {
   DeviceMemory memory(true);
   try {
     run_cpu(*call.info, stack);
-    for (size_t i = 0; i < call.outputs.size(); ++i) copy_result(stack[i], call.outputs[i]);
+    for (size_t i = 0; i < call.outputs.size(); ++i) {
+      copy_result(stack[i], call.outputs[i]);
+      note_written(call.outputs[i]);
+    }
   } catch (const c10::Error& error) {
     throw VnpuError(VNPU_INTERNAL, error.what_without_backtrace());
   }

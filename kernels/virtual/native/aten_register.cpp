@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "aten_call.h"
+#include "aten_fast.h"
 #include "vnpu.h"
 
 extern "C" int vnpu_waiting();
@@ -93,17 +94,25 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : op(op), name(toString(op.operato
   reference = name.rfind("aten::", 0) != 0;
   for (size_t i = 0; i < inputs; ++i) {
     const c10::Argument& argument = schema.arguments()[i];
-    mutates |= argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) written.push_back(i);
     const std::string type = argument.type()->str();
     if (type.rfind("Generator", 0) == 0) generator = static_cast<int>(i);
     if (reference && argument.name() == "out" && type == "Tensor[]") out_list = static_cast<int>(i);
   }
+  mutates = !written.empty();
   only_writes = mutates;
   for (const c10::Argument& result : schema.returns()) {
     only_writes &= result.alias_info() != nullptr && result.alias_info()->isWrite();
     view |= result.alias_info() != nullptr && !result.alias_info()->isWrite();
   }
-  if (out_list >= 0) mutates = only_writes = true;
+  if (out_list >= 0) {
+    mutates = only_writes = true;
+    written.push_back(static_cast<size_t>(out_list));
+  }
+  fast = fast::find(name);
+  if (name == "aten::linear") product = Multiply::kLinear;
+  if (one_of(name, {"aten::mm", "aten::matmul"})) product = Multiply::kMatmul;
+  if (name == "aten::addmm") product = Multiply::kAddMm;
   copy = one_of(name, {"aten::copy_", "aten::_to_copy", "aten::_copy_from", "aten::_copy_from_and_resize"});
   waits = one_of(name, {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select",
                         "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
@@ -157,8 +166,12 @@ int vnpu_install_kernels() {
 size_t vnpu_op_count() { return vnpu::infos().size(); }
 const char* vnpu_op_name(size_t index) { return vnpu::infos()[index].name.c_str(); }
 uint64_t vnpu_op_calls(size_t index) { return vnpu::infos()[index].calls.load(); }
+uint64_t vnpu_op_fast_runs(size_t index) { return vnpu::infos()[index].fast_runs.load(); }
 void vnpu_reset_op_calls() {
-  for (vnpu::OpInfo& info : vnpu::infos()) info.calls.store(0);
+  for (vnpu::OpInfo& info : vnpu::infos()) {
+    info.calls.store(0);
+    info.fast_runs.store(0);
+  }
 }
 
 }  // extern "C"

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "state.h"
+#include "written.h"
 
 namespace {
 
@@ -51,6 +52,11 @@ int allocate(void** ptr, size_t bytes) {
   return ACL_SUCCESS;
 }
 
+void set(void* ptr, int value, size_t bytes) {
+  memset(ptr, value, bytes);
+  vnpu::written(ptr, bytes);
+}
+
 int copy(void* dst, size_t dst_bytes, const void* src, size_t bytes, aclrtMemcpyKind kind) {
   if (bytes > dst_bytes)
     return vnpu_fail(VNPU_INVALID_PARAM, "virtual NPU: copy of %zu bytes into %zu bytes", bytes, dst_bytes);
@@ -59,10 +65,15 @@ int copy(void* dst, size_t dst_bytes, const void* src, size_t bytes, aclrtMemcpy
   if (vnpu_capturing()) {
     if (to_host || kind == ACL_MEMCPY_HOST_TO_DEVICE || kind == ACL_MEMCPY_HOST_TO_HOST)
       return vnpu::refuse_in_capture("a copy between host and device");
-    vnpu_record([=] { memmove(dst, src, bytes); }, "aclrtMemcpyAsync");
+    const auto move = [=] {
+      memmove(dst, src, bytes);
+      vnpu::written(dst, bytes);
+    };
+    vnpu_record(move, "aclrtMemcpyAsync");
     return ACL_SUCCESS;
   }
   memmove(dst, src, bytes);
+  vnpu::written(dst, bytes);
   return ACL_SUCCESS;
 }
 
@@ -83,6 +94,7 @@ int vnpu_is_capture_memory(const void* ptr) {
 // Zeroes memory of a device without committing it: whole pages are given back to the kernel, which hands
 // out zero pages on the next touch. This lets a KV cache be larger than the host's memory until it is used.
 int vnpu_zero(void* ptr, size_t bytes) {
+  vnpu::written(ptr, bytes);
   constexpr uintptr_t kPage = 4096;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(ptr), end = begin + bytes;
   const uintptr_t first = (begin + kPage - 1) & ~(kPage - 1), last = end & ~(kPage - 1);
@@ -104,6 +116,7 @@ aclError aclrtFree(void* ptr) {
   if (it == blocks.end() || it->second.device < 0)
     return vnpu_fail(VNPU_INVALID_PARAM, "virtual NPU: %p is not the start of device memory", ptr);
   used[it->second.device] -= it->second.bytes;
+  vnpu::written(ptr, it->second.bytes);
   munmap(ptr, it->second.bytes);
   blocks.erase(it);
   return ACL_SUCCESS;
@@ -162,13 +175,13 @@ aclError aclrtMemcpyAsyncWithCondition(void* dst, size_t dst_bytes, const void* 
 aclError aclrtMemset(void* ptr, size_t, int32_t value, size_t bytes) {
   if (vnpu_capturing()) return vnpu::refuse_in_capture("a synchronous memset");
   if (value == 0) return vnpu_zero(ptr, bytes);
-  memset(ptr, value, bytes);
+  set(ptr, value, bytes);
   return ACL_SUCCESS;
 }
 
 aclError aclrtMemsetAsync(void* ptr, size_t, int32_t value, size_t bytes, aclrtStream) {
-  if (vnpu_capturing()) vnpu_record([=] { memset(ptr, value, bytes); }, "aclrtMemsetAsync");
-  memset(ptr, value, bytes);
+  if (vnpu_capturing()) vnpu_record([=] { set(ptr, value, bytes); }, "aclrtMemsetAsync");
+  set(ptr, value, bytes);
   return ACL_SUCCESS;
 }
 

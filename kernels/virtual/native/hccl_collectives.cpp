@@ -6,6 +6,7 @@
 
 #include "hccl_reduce.h"
 #include "vnpu.h"
+#include "written.h"
 
 namespace {
 
@@ -132,6 +133,7 @@ void hccl_all_reduce(Comm& comm, const CallRecord& call, const void* send, void*
   char* to = static_cast<char*>(receive);
   bool wants = call.op == kAllReduce || call.root == comm.rank();
   bool real = computes(call);
+  if (real && wants) vnpu::written(receive, call.count * size);
   std::vector<const void*> sources(comm.ranks());
   uint64_t done = 0;
   do {
@@ -154,6 +156,7 @@ void hccl_broadcast(Comm& comm, const CallRecord& call, void* buffer) {
   Rounds rounds(comm, call);
   char* at = static_cast<char*>(buffer);
   uint64_t total = call.count * hccl_type_size(call.type), done = 0;
+  if (comm.rank() != call.root) vnpu::written(buffer, total);
   do {
     size_t bytes = std::min<uint64_t>(kSlotBytes, total - done);
     if (comm.rank() == call.root) memcpy(rounds.mine(), at + done, bytes);
@@ -168,6 +171,7 @@ void hccl_all_gather(Comm& comm, const CallRecord& call, const void* send, void*
   const char* from = static_cast<const char*>(send);
   char* to = static_cast<char*>(receive);
   uint64_t total = call.count * hccl_type_size(call.type), done = 0;
+  vnpu::written(receive, total * comm.ranks());
   do {
     size_t bytes = std::min<uint64_t>(kSlotBytes, total - done);
     memcpy(rounds.mine(), from + done, bytes);
@@ -184,6 +188,7 @@ void hccl_exchange(Comm& comm, const Exchange& x) {
   size_t piece = kSlotBytes / n / 64 * 64;
   bool real = !x.reduces || computes(x.call);
   std::vector<const void*> sources(n);
+  for (uint32_t r = 0; r < n && real; ++r) vnpu::written(x.receive + (x.reduces ? 0 : x.receive_offsets[r]), x.receive_bytes[r]);
   uint64_t done = 0, longest;
   auto now = [&](uint64_t bytes) { return bytes > done ? std::min<uint64_t>(piece, bytes - done) : 0; };
   do {

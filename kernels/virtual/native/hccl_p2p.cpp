@@ -6,6 +6,7 @@
 
 #include "hccl_reduce.h"
 #include "vnpu.h"
+#include "written.h"
 
 namespace {
 
@@ -83,6 +84,7 @@ class Transfer {
       chunk = std::min(chunk, capacity_ - at);
       uint64_t useful = std::min(chunk, bytes_ - moved_);
       memcpy(message_.buffer + moved_, data_ + at, useful);
+      vnpu::written(message_.buffer + moved_, useful);
       moved_ += useful;
       ring_.tail.fetch_add(chunk);
     }

@@ -9,6 +9,7 @@
 
 #include "op_kernels.h"
 #include "state.h"
+#include "written.h"
 
 namespace {
 
@@ -28,8 +29,12 @@ int run_op(const char* op, int n_inputs, const aclTensorDesc* const input_descs[
   if (work == nullptr)
     return vnpu_fail(VNPU_NOT_SUPPORTED,
                      "virtual NPU: torch_npu asked CANN to run operation '%s', for which there is no kernel here", op);
-  work();
-  if (vnpu_capturing()) vnpu_record(std::move(work), op);
+  const auto run = [work = std::move(work), targets = tensors(n_outputs, output_descs, outputs)] {
+    work();
+    for (const vnpu::OpTensor& target : targets) vnpu::written(target.buffer.data, target.buffer.bytes);
+  };
+  run();
+  if (vnpu_capturing()) vnpu_record(run, op);
   return ACL_SUCCESS;
 }
 
