@@ -180,7 +180,7 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(latents [blocks, 128, 512], rotary parts [blocks, 128, 64]), both contiguous."""
         assert self.rope_cache is not None, "the layer around this one did not make the rotary cache"
-        return pages(kv_cache, LATENT_SIZE), pages(self.rope_cache.kv_cache, ROPE_SIZE)
+        return pages(kv_cache, LATENT_SIZE), pages(self.rope_cache.kv_cache.squeeze(1), ROPE_SIZE)
 
     def do_kv_cache_update(
         self,
@@ -247,8 +247,8 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
         """Prefill: q [T, heads, 192] over the new tokens' latents [T, 512] and rotary parts, and over the
         earlier tokens in the cache. Fills ``output`` [T, heads · 128].
         """
-        assert output_scale is None and attn_metadata.prefill is not None
-        prefill = attn_metadata.prefill
+        assert output_scale is None and attn_metadata.new is not None
+        prefill = attn_metadata.new
         key, value = self._expand(kv_c_normed, k_pe)
         if not prefill.chunks:
             alone = prefill.backend.run_prefill_new_tokens(q, key, value, return_softmax_lse=False)

@@ -139,8 +139,8 @@ class RopeCache(nn.Module, AttentionLayerBase):
         layers[prefix] = self
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Take vLLM's view [blocks, 1, 128, 64]."""
-        self.kv_cache = kv_cache.squeeze(1)
+        """Take vLLM's view [blocks, 1, 128, 64], the form in which connectors find a layer's cache."""
+        self.kv_cache = kv_cache
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The classes above."""

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
@@ -90,8 +89,12 @@ class LatentPrefill:
 
 
 @dataclass(kw_only=True)
-class LatentMetadata(AttentionMetadata):
-    """What one step's latent attention needs; lengths are host lists, as the operators want."""
+class LatentMetadata(MLACommonMetadata):
+    """What one step's latent attention needs; lengths are host lists, as the operators want.
+
+    ``num_decode_tokens`` is how many of the first tokens belong to decode requests, ``slot_mapping`` int64
+    [tokens] block · 128 + offset, −1 for padding. vLLM's KV connectors know an MLA layer by the base class.
+    """
 
     num_tokens: int
     """Tokens that have queries; the tensors of a padded batch may hold more."""
@@ -101,14 +104,8 @@ class LatentMetadata(AttentionMetadata):
     """Tokens in each decode request's cache after this step's are written."""
     block_table: torch.Tensor
     """int32 [decode requests, blocks]."""
-    slot_mapping: torch.Tensor
-    """int64 [tokens], block · 128 + offset; −1 is padding."""
-    prefill: LatentPrefill | None
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """How many of the first tokens belong to decode requests."""
-        return len(self.query_ends)
+    new: LatentPrefill | None
+    """The requests with several new tokens, None if there are none."""
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
@@ -148,16 +145,24 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         active = next((i for i, count in enumerate(counts) if not count), len(counts))
         assert not any(counts[active:])
         decodes = next((i for i, count in enumerate(counts[:active]) if count > 1), active)
-        prefill = None
+        new = None
         if decodes < active:
-            prefill = self._prefill(common.block_table_tensor, counts, lens, decodes, active)
+            new = self._prefill(common.block_table_tensor, counts, lens, decodes, active)
         return LatentMetadata(
+            num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            slot_mapping=common.slot_mapping,
+            num_decodes=decodes,
+            num_decode_tokens=decodes,
+            num_prefills=active - decodes,
             num_tokens=ends[active - 1],
             query_ends=ends[:decodes],
             kv_lens=lens[:decodes],
             block_table=common.block_table_tensor[:decodes],
-            slot_mapping=common.slot_mapping,
-            prefill=prefill,
+            new=new,
         )
 
     def _prefill(

@@ -4,10 +4,13 @@ vLLM lets a platform replace the whole block. Ours norms, rotates and writes a t
 one operator, and looks up the step's cosines and sines once for all layers.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 from npufleet.kernels.ops.mla import KEY_SIZE, ROPE_SIZE, per_head_matmul, rotate_query, write_latents
@@ -17,6 +20,12 @@ from ..attention.mla_cache import RopeCache
 from ..attention.mla_metadata import LatentMetadata
 
 NOPE_SIZE = KEY_SIZE - ROPE_SIZE
+
+
+@maybe_transfer_kv_layer
+def _transferred(layer_name: str, attend: Callable[[], None]) -> None:
+    """Run ``attend``; a KV connector loads the layer's cache before and stores it afterwards."""
+    attend()
 
 
 class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
@@ -55,7 +64,8 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         if step is None:  # vLLM measures memory: it takes what the largest chunk of earlier tokens needs
             self.mla_attn.forward_impl(query, kv, kv, self.mla_attn.kv_cache, cast(Any, None), output=output)
         else:
-            self._attend(positions, query, kv, step, output)
+            attend = partial(self._attend, positions, query, kv, step, output)
+            _transferred(self.mla_attn.layer_name, partial(_transferred, self.rope_cache.layer_name, attend))
         if self.g_proj is not None:
             output = output * self.g_proj(hidden_states)[0].sigmoid()
         return self.o_proj(output)[0]
@@ -105,12 +115,12 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
             sin,
             step.slot_mapping[:tokens],
             *impl.caches(layer.kv_cache),
-            output=step.prefill is not None,
+            output=step.new is not None,
         )
         nope, rope = query.split([NOPE_SIZE, ROPE_SIZE], dim=-1)
         rope = rotate_query(rope, cos, sin)
         decoded = step.num_decode_tokens
-        if step.prefill is not None:
+        if step.new is not None:
             assert written is not None
             latents, ropes = written
             heads = torch.cat((nope[decoded:], rope[decoded:]), dim=-1)

@@ -183,6 +183,18 @@ V3_YARN = _rope(
     mscale_all_dim=1.0,
 )
 """The published scaling of DeepSeek V3, from a shorter original length."""
+LATENT_EXPERTS = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+}
+V3_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""As published: transformers' class knows no other router, vLLM asks."""
 
 LATENT_CHECKPOINTS = (
     Checkpoint(
@@ -197,8 +209,50 @@ LATENT_CHECKPOINTS = (
         without=PLAIN,
         seed=34,
     ),
+    Checkpoint(
+        name="deepseek-v2-moe",
+        model_type="deepseek_v2",
+        config={
+            **PLAIN,
+            **LATENT_HEADS,
+            **LATENT_EXPERTS,
+            "q_lora_rank": 96,
+            "topk_method": "group_limited_greedy",
+        },
+        seed=1,
+    ),
+    Checkpoint(
+        name="deepseek-v3-moe",
+        model_type="deepseek_v3",
+        config={
+            **LATENT_HEADS,
+            **LATENT_EXPERTS,
+            **V3_ROUTER,
+            "rope_parameters": V3_YARN,
+            "q_lora_rank": 96,
+        },
+    ),
+    Checkpoint(
+        name="kimi-k2",
+        model_type="deepseek_v3",
+        config={
+            **LATENT_HEADS,
+            **LATENT_EXPERTS,
+            **V3_ROUTER,
+            "rope_parameters": {**V3_YARN, "factor": 32.0},
+            "q_lora_rank": 96,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+        },
+        seed=2,
+    ),
 )
-"""Multi-head latent attention: DeepSeek V2 without and V3 with a low rank of the queries."""
+"""Multi-head latent attention: DeepSeek V2 without and V3 with a low rank of the queries, then with experts; Kimi
+K2 has one group of experts, and here a number of heads that the operator takes only after padding.
+"""
 
 BY_NAME = {checkpoint.name: checkpoint for checkpoint in (*CHECKPOINTS, *LATENT_CHECKPOINTS)}
 

@@ -16,6 +16,7 @@ from .conftest import STEPS
 from .engines import GRAPHS, cached, engine, greedy, logprob_error, tokens, worker_engine
 from .reference import greedy as hf_greedy
 from .reference import load, prompts
+from .test_parity_connector import with_storage
 
 NAMES = [checkpoint.name for checkpoint in LATENT_CHECKPOINTS]
 LOGPROB_TOLERANCE = 2e-3  # fp32 on both sides; logits have a deviation near 8
@@ -64,14 +65,23 @@ def test_the_caches_are_latents_and_rotary_parts(served):
     _, mode, llm = served
     config = llm.llm_engine.vllm_config.compilation_config
     assert config.cudagraph_mode.has_full_cudagraphs() is (mode == "graph")
-    widths = [tuple(x.kv_cache.shape[1:]) for x in config.static_forward_context.values()]
-    assert sorted(widths) == [(128, 64)] * 3 + [(128, 512)] * 3
+    layers = config.static_forward_context.values()
+    widths = [tuple(x.kv_cache.shape[1:]) for x in layers if hasattr(x, "kv_cache")]
+    assert sorted(widths) == [(128, 64)] * 3 + [(128, 512)] * 3, "MLA layers and nothing else"
 
 
-@pytest.mark.parametrize("mode", [{}, GRAPHS], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("deepseek-v2", {}),
+        ("deepseek-v3", GRAPHS),
+        ("kimi-k2", GRAPHS),  # three heads on each rank, padded to four
+        ("deepseek-v3-moe", {"enable_expert_parallel": True, **GRAPHS}),
+    ],
+    ids=["v2-eager", "v3-graph", "padded-heads-graph", "expert-parallel-graph"],
+)
 def test_two_ranks(name, mode, checkpoint_path, references):
-    """Two of four heads on each rank; latents and rotary parts on both."""
+    """Half of the heads on each rank; latents and rotary parts on both."""
     expected = references(name)
     with worker_engine(checkpoint_path(name), 2, **mode) as llm:
         first = greedy(llm, prompts(VOCAB), STEPS, logprobs=5)
@@ -81,3 +91,18 @@ def test_two_ranks(name, mode, checkpoint_path, references):
         assert logprob_error(output, result.logprobs) < LOGPROB_TOLERANCE
     assert cached(again)[-2:] == [128, 256]
     assert tokens(again) == tokens(first)
+
+
+@pytest.mark.parametrize("mode", [{}, GRAPHS], ids=["eager", "graph"])
+def test_a_connector_moves_both_caches(mode, tmp_path, checkpoint_path, references):
+    """What one engine stored (latents and rotary parts of each layer), another loads and continues from."""
+    name, batch, settings = "deepseek-v3", prompts(VOCAB)[1:], with_storage(tmp_path, **mode)
+    expected = [result.tokens[:32] for result in references(name)[1:]]
+    with engine(checkpoint_path(name), **settings) as first:
+        assert tokens(greedy(first, batch, 32)) == expected
+    files = {path.stem for path in tmp_path.rglob("*.safetensors")}
+    assert len(files) == 6 and sum(x.endswith(".rope") for x in files) == 3
+    with engine(checkpoint_path(name), **settings) as second:
+        outputs = greedy(second, batch, 32)
+    assert cached(outputs)[-2:] == [128, 256], "the long prompts were expected to be loaded, not computed"
+    assert tokens(outputs) == expected

@@ -122,7 +122,7 @@ def test_dense_attention_is_chosen(changes: dict[str, object], dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_mla": True}, r"MLA.*not supported on NPU yet.*NPU_DENSE"),
+        ({"use_mla": True}, r"latent attention.*head_size not supported.*512"),
         ({"use_mla": True, "use_sparse": True}, r"sparse attention is not supported on NPU yet"),
         ({"head_size": 40}, r"head_size not supported.*multiple of 16"),
         ({"block_size": 16}, r"block_size not supported.*multiple of 128"),
