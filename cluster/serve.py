@@ -32,6 +32,7 @@ POLL_S = 0.25  # for signals
 FOLLOW_S = 1.0  # each look at a starting fleet costs CPU that the start needs
 SHARED_S = 5.0  # between two looks at what the fleet's processes share
 LAST_WAIT_S = 10.0  # for the processes of a dead Ray to end by themselves
+HURRY_S = 0.5
 APPLICATION = "npufleet"
 
 
@@ -291,13 +292,14 @@ class _Fleet:
             self._note_shared()
             self.ray_died = bool(self.lost)
             stubborn: list[str] = []
+            wait = LAST_WAIT_S
             if not self.ray_died:
                 try:
                     stubborn = self.ray.stop(keep_logs)
                 except KeyboardInterrupt:  # one Ctrl-C more: the user does not want to wait for Ray either
-                    self.ray_died = True
+                    self.ray_died, wait = True, HURRY_S
             if self.ray_died:  # a shutdown would wait for the dead
-                end_children(LAST_WAIT_S)
+                end_children(wait)
                 if not keep_logs:
                     local.remove_folder(self.ray.folder)
             orphan.remove(self.shared)
