@@ -51,7 +51,9 @@ def check_config(config: "VllmConfig") -> None:
 
     :raises ValueError: an unsupported feature, with what to use in its stead.
     """
-    for check in (_check_runner, _check_parallel, _check_cache, _check_model, _check_features):
+    from .moe.support import check_experts
+
+    for check in (_check_runner, _check_parallel, _check_cache, _check_model, check_experts, _check_features):
         check(config)
     _settle_graphs(config)
     if config.parallel_config.worker_cls == "auto":
@@ -94,7 +96,7 @@ def _check_model(config: "VllmConfig") -> None:
     model = config.model_config
     if model is None:
         return
-    supported = "supported are dense decoder-only and encoder-only models"
+    supported = "supported are decoder-only models, dense or with experts, and encoder-only models"
     if model.use_mla:
         from .attention.mla import SIZES, check_sizes
 

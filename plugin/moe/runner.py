@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -11,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMo
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
-from .communication import Communication, communication_for
+from .communication import BySize, Communication
 from .experts import check_layer, local_experts
 from .router import npu_router
 
@@ -40,7 +41,7 @@ class NPUMoERunner(MoERunner):
         super().__init__(layer_name, moe_config, npu_router(router), routed_experts, **kwargs)
         assert not self._fse_fuse_gate, "vLLM fuses the gates on another platform only"
         check_layer(routed_experts)
-        self._communication: Communication = communication_for(self.moe_config)
+        self._communication: Communication = BySize(self.moe_config, get_current_vllm_config())
         self._experts = local_experts(self.routed_experts)
         self._reduced = False
 
