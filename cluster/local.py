@@ -6,6 +6,7 @@ Ray's processes share the fate of the process that starts them, so even a killed
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
@@ -22,6 +23,7 @@ from .placement.ray_state import RESOURCE, TYPE_LABEL
 OBJECT_STORE_BYTES = 100 << 20  # no tokens or weights travel through Ray
 _END_S = 10.0
 _PREFIX = "npufleet-"
+_AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
 
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "this machine only": every port on loopback
@@ -77,6 +79,7 @@ def start(device: Device, folder: Path) -> LocalRay:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    _import_ray()
     import ray
 
     # Ray looks for the chip's name through CANN and logs a traceback where there is none; the label below
@@ -86,6 +89,21 @@ def start(device: Device, folder: Path) -> LocalRay:
     if failure:
         raise RayNotStarted(f"Ray did not start on this machine: {failure}")
     return LocalRay(folder=folder, address=ray.get_runtime_context().gcs_address)
+
+
+def _import_ray() -> None:
+    """Import Ray so that no call in this process starts a second one, as a stop that is overtaken would.
+
+    Ray reads this when it is imported; its own processes, which inherit the environment, are left as they are.
+    """
+    before = os.environ.get(_AUTO_CONNECT)
+    os.environ[_AUTO_CONNECT] = "0"
+    try:
+        importlib.import_module("ray")
+    finally:
+        del os.environ[_AUTO_CONNECT]
+        if before is not None:
+            os.environ[_AUTO_CONNECT] = before
 
 
 def _try(device: Device, folder: Path) -> str:

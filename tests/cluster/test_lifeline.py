@@ -73,3 +73,22 @@ def test_children_are_killed_and_all_that_was_theirs(tmp_path: Path) -> None:
     code = [sys.executable, "-c", FAMILY, str(tmp_path / "shared.py")]
     out = subprocess.run(code, capture_output=True, text=True, timeout=120, check=True)
     assert out.stdout.split() == ["[]", "False"]
+
+
+IMPORT = """
+import os, sys
+from npufleet.cluster import local
+
+assert "ray" not in sys.modules
+local._import_ray()
+from ray._private import auto_init_hook
+
+print(auto_init_hook.enable_auto_connect, "RAY_ENABLE_AUTO_CONNECT" in os.environ)
+"""
+
+
+def test_no_call_starts_a_second_ray() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", IMPORT]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    assert out.stdout.split() == ["False", "False"]  # not here, and nothing for its children to inherit
