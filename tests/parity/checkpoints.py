@@ -130,6 +130,13 @@ CHECKPOINTS = (
         seed=7,
     ),
     Checkpoint(
+        name="mixtral-top-1",
+        model_type="mixtral",
+        config={**PLAIN, "num_local_experts": 8, "num_experts_per_tok": 1},
+        without={"num_experts_per_tok": 2},
+        seed=3,
+    ),
+    Checkpoint(
         name="qwen3-moe",
         model_type="qwen3_moe",
         config={
