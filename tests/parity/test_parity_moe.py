@@ -1,0 +1,61 @@
+"""Experts over two ranks against transformers: split by tensor parallelism, or spread by expert parallelism.
+
+One rank, eager and in graph mode, is in the tests that every checkpoint passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .checkpoints import VOCAB
+from .conftest import STEPS
+from .engines import GRAPHS, cached, greedy, logprob_error, tokens, worker_engine
+from .reference import prompts
+
+LOGPROB_TOLERANCE = 2e-3  # fp32; logits have a deviation near 8
+SPREAD = {"enable_expert_parallel": True}
+
+
+def calls_on_a_rank(worker: Any, name: str) -> int:
+    """Calls of an operator that the worker's process made; runs there."""
+    from npufleet.kernels.virtual import counters
+
+    return counters.read().ops.get(name, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mixtral", GRAPHS),
+        ("qwen3-moe", {**GRAPHS, **SPREAD}),
+        ("glm4-moe", {**GRAPHS, **SPREAD}),
+        ("glm4-moe", {}),
+        ("mixtral", SPREAD),
+    ],
+    ids=["mixtral-tp-graph", "qwen3-ep-graph", "glm4-ep-graph", "glm4-tp-eager", "mixtral-ep-eager"],
+)
+def test_two_ranks(name, settings, checkpoint_path, references):
+    expected = references(name)
+    with worker_engine(checkpoint_path(name), 2, **settings) as llm:
+        first = greedy(llm, prompts(VOCAB), STEPS, logprobs=5)
+        again = greedy(llm, prompts(VOCAB), STEPS)
+    assert tokens(first) == [result.tokens for result in expected]
+    for output, result in zip(first, expected, strict=True):
+        assert logprob_error(output, result.logprobs) < LOGPROB_TOLERANCE
+    assert cached(again)[-2:] == [128, 256]
+    assert tokens(again) == tokens(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{}, GRAPHS], ids=["eager", "graph"])
+def test_large_steps_go_all_to_all(mode, checkpoint_path, references, monkeypatch):
+    """One expert of a token is fewer than two ranks, and a prefill of 64 tokens is larger than any decode step."""
+    monkeypatch.setenv("NPUFLEET_DEVICE", "virtual:2:Ascend910_9392,hbm=16GiB")  # read by the workers
+    with worker_engine(checkpoint_path("mixtral-top-1"), 2, **SPREAD, **mode) as llm:
+        outputs = greedy(llm, prompts(VOCAB), STEPS)
+        exchanges = llm.collective_rpc(calls_on_a_rank, args=("aten::repeat_interleave.Tensor",))
+    assert tokens(outputs) == [result.tokens for result in references("mixtral-top-1")]
+    assert min(exchanges) > 0, "no step went all-to-all"
