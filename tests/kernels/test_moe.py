@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from npufleet.kernels.ops import moe
 from npufleet.kernels.reference import KERNELS
+from npufleet.kernels.virtual import counters
 
 TOKENS, HIDDEN, MIDDLE, EXPERTS, TOP_K = 11, 32, 24, 8, 3
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -57,6 +58,20 @@ def test_a_rank_whose_experts_nobody_chose_adds_zero(device):
     )
     out = moe.combine(rows, routed.places, torch.ones(4, 1, device=device), partial=True)
     assert torch.equal(out.cpu(), torch.zeros(4, HIDDEN))
+
+
+def test_the_host_never_waits_and_a_layer_is_few_operations(device):
+    """Sizes of experts stay on the device; what is counted is what a captured step replays."""
+    x, logits = rand(TOKENS, HIDDEN).to(device), rand(TOKENS, EXPERTS).to(device)
+    gate_up, down = rand(4, HIDDEN, 8).to(device), rand(4, 4, HIDDEN).to(device)
+    counters.reset()
+    weights, experts = moe.top_k_softmax(logits, TOP_K, renormalize=False)
+    routed = moe.expand(x, experts, EXPERTS, 2, 6)
+    rows = moe.feed_forward(routed.rows, gate_up, down, routed.counts)
+    moe.combine(rows, routed.places, weights, partial=True)
+    counted = counters.read()
+    assert not any(counted.syncs.values())
+    assert sum(calls for name, calls in counted.ops.items() if name.startswith("npu::")) == 6
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
