@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import signal
@@ -171,6 +170,7 @@ class _Fleet:
     submitted: bool = False  # the application, to Serve
     controller: Any = None  # its Serve handle, once there is one
     ray_died: bool = False  # before we ended it
+    hurried: bool = False  # a second Ctrl-C
     shared: set[str] = field(default_factory=set)  # shared memory seen while the fleet was well
     caretaker: Caretaker | None = None  # of our own Ray cluster
     _looked: float = -SHARED_S
@@ -286,8 +286,10 @@ class _Fleet:
         self._note_shared()
         if self.submitted and not self.lost:
             self.console.say("stopping: running requests may end first")
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 self._delete()
+            except KeyboardInterrupt:
+                self.hurried = True
         if self.ray is not None:
             self._note_shared()
             self.ray_died = bool(self.lost)
@@ -334,8 +336,13 @@ class _Fleet:
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
-        with contextlib.suppress(RayServeException):  # stopped before Serve was up
+        try:
             serve.delete(APPLICATION)
+        except RayServeException:  # stopped before Serve was up
+            pass
+        except Exception:  # a hurried stop takes Ray away under this call, which can fail in any way
+            if not self.hurried:
+                raise
         if self.ray is None:
             ray.shutdown()
 
