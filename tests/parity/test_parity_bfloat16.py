@@ -14,7 +14,18 @@ from vllm import LLM, SamplingParams
 from .engines import GRAPHS, engine, generate
 from .reference import load, token_logprobs
 
-NAMES = ("llama", "llama-3-rope", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
+NAMES = (
+    "llama",
+    "llama-3-rope",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma3",
+    "mixtral",
+    "qwen3-moe",
+    "glm4-moe",
+)
 FACTOR = 1.5  # the mean error may be this many times that of transformers in bfloat16
 
 
