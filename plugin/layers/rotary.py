@@ -29,17 +29,21 @@ class PlainRotaryMixin:
     def forward_oot(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> Rotated:
-        """Rotate ``query`` [T, heads · head] and ``key`` [T, kv_heads · head] at ``positions`` [T]."""
+        """Rotate ``query`` [T, heads · head] and ``key`` [T, kv_heads · head] at ``positions`` [T]; heads may
+        be a dimension of their own.
+        """
         assert isinstance(self, RotaryEmbedding)
-        return ops.rotary_embedding(
+        tokens = positions.numel()
+        rotated, turned = ops.rotary_embedding(
             positions.flatten(),
-            query,
-            key,
+            query.reshape(tokens, -1),
+            None if key is None else key.reshape(tokens, -1),
             self._match_cos_sin_cache_dtype(query),
             self.head_size,
             self.rotary_dim,
             self.is_neox_style,
         )
+        return rotated.view(query.shape), None if key is None or turned is None else turned.view(key.shape)
 
 
 class NPUMRotaryEmbedding(MRotaryEmbedding):

@@ -66,7 +66,7 @@ def test_the_caches_are_latents_and_rotary_parts(served):
     config = llm.llm_engine.vllm_config.compilation_config
     assert config.cudagraph_mode.has_full_cudagraphs() is (mode == "graph")
     layers = config.static_forward_context.values()
-    widths = [tuple(x.kv_cache.shape[1:]) for x in layers if hasattr(x, "kv_cache")]
+    widths = [tuple(x.kv_cache.shape[-2:]) for x in layers if hasattr(x, "kv_cache")]
     assert sorted(widths) == [(128, 64)] * 3 + [(128, 512)] * 3, "MLA layers and nothing else"
 
 
@@ -106,3 +106,30 @@ def test_a_connector_moves_both_caches(mode, tmp_path, checkpoint_path, referenc
         outputs = greedy(second, batch, 32)
     assert cached(outputs)[-2:] == [128, 256], "the long prompts were expected to be loaded, not computed"
     assert tokens(outputs) == expected
+
+
+def test_two_stages(checkpoint_path, references):
+    """Pipeline parallel: each stage has the caches of its own layers."""
+    with worker_engine(checkpoint_path("deepseek-v2"), 1, pipeline_parallel_size=2) as llm:
+        outputs = greedy(llm, prompts(VOCAB), STEPS)
+    assert tokens(outputs) == [result.tokens for result in references("deepseek-v2")]
+
+
+def test_large_blocks_and_too_few_of_them(checkpoint_path):
+    """Blocks of 256 tokens are two pages; requests that are dropped and computed again answer the same."""
+    batch = prompts(VOCAB, lengths=(100, 150, 200, 250))
+    model = load(checkpoint_path("deepseek-v2"))
+    with engine(
+        checkpoint_path("deepseek-v2"), block_size=256, num_gpu_blocks_override=6, max_model_len=384, **GRAPHS
+    ) as llm:
+        outputs = greedy(llm, batch, STEPS)
+    assert tokens(outputs) == [hf_greedy(model, prompt, STEPS, use_cache=True).tokens for prompt in batch]
+
+
+def test_plain_attention_in_its_stead(checkpoint_path, references, monkeypatch):
+    """What errors about unsupported sizes advise: the same model with expanded keys and values in the cache."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    with engine(checkpoint_path("deepseek-v2")) as llm:
+        assert not llm.llm_engine.vllm_config.model_config.use_mla
+        outputs = greedy(llm, prompts(VOCAB), STEPS)
+    assert tokens(outputs) == [result.tokens for result in references("deepseek-v2")]
