@@ -34,8 +34,20 @@ def calls_on_a_rank(worker: Any, name: str) -> int:
         ("glm4-moe", {**GRAPHS, **SPREAD}),
         ("glm4-moe", {}),
         ("mixtral", SPREAD),
+        ("deepseek-v2-moe", {**GRAPHS, **SPREAD}),
+        ("deepseek-v3-moe", {**GRAPHS, **SPREAD}),
+        ("qwen3-moe", {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
     ],
-    ids=["mixtral-tp-graph", "qwen3-ep-graph", "glm4-ep-graph", "glm4-tp-eager", "mixtral-ep-eager"],
+    ids=[
+        "mixtral-tp-graph",
+        "qwen3-ep-graph",
+        "glm4-ep-graph",
+        "glm4-tp-eager",
+        "mixtral-ep-eager",
+        "deepseek-v2-ep-graph",
+        "deepseek-v3-ep-graph",
+        "qwen3-pp-eager",
+    ],
 )
 def test_two_ranks(name, settings, checkpoint_path, references):
     expected = references(name)
