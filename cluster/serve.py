@@ -334,13 +334,14 @@ class _Fleet:
     def _delete_waiting(self) -> None:
         import ray
         from ray import serve
+        from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
         try:
             serve.delete(APPLICATION)
         except RayServeException:  # stopped before Serve was up
             pass
-        except Exception:  # a hurried stop takes Ray away under this call, which can fail in any way
+        except (RayError, AttributeError, RuntimeError):  # a hurried stop takes Ray away under this call
             if not self.hurried:
                 raise
         if self.ray is None:
