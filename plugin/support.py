@@ -98,9 +98,10 @@ def _check_model(config: "VllmConfig") -> None:
         return
     supported = "supported are decoder-only models, dense or with experts, and encoder-only models"
     if model.use_mla:
-        from .attention.mla import SIZES, check_sizes
+        from .attention.mla import SIZES, check_model
 
-        check_sizes({name: getattr(model.hf_text_config, name, None) for name in SIZES})
+        sizes = {name: getattr(model.hf_text_config, name, None) for name in SIZES}
+        check_model(sizes, model.get_num_attention_heads(config.parallel_config), model.dtype)
     if model.is_hybrid or model.is_attention_free:
         raise ValueError(f"state-space (Mamba-like) layers are not supported on NPU yet; {supported}")
     if model.is_encoder_decoder:

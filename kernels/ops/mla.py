@@ -37,7 +37,10 @@ def padded_heads(heads: int) -> int:
     for count in HEAD_COUNTS:
         if count >= heads:
             return count
-    raise ValueError(f"{heads} query heads exceed the {HEAD_COUNTS[-1]} that latent attention takes")
+    raise ValueError(
+        f"{heads} query heads on one NPU exceed the {HEAD_COUNTS[-1]} that latent attention takes; raise "
+        "tensor_parallel_size"
+    )
 
 
 def write_latents(

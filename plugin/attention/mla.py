@@ -53,6 +53,22 @@ def check_sizes(given: dict[str, Any]) -> None:
         )
 
 
+def check_model(sizes: dict[str, Any], heads: int, dtype: torch.dtype) -> None:
+    """What can be told before any layer is made.
+
+    :param heads: query heads of a tensor-parallel rank.
+    :raises ValueError: sizes, heads or a dtype that the operators do not take.
+    """
+    check_sizes(sizes)
+    padded_heads(heads)
+    if dtype not in AscendMLABackend.supported_dtypes:
+        raise ValueError(
+            f"multi-head latent attention on NPU does not take {str(dtype).removeprefix('torch.')}, whose "
+            "operator for prefill is bfloat16 alone; use dtype bfloat16, or set VLLM_MLA_DISABLE=1 to run the "
+            "model with plain attention"
+        )
+
+
 class AscendMLABackend(AttentionBackend):
     """Names the classes of latent attention to vLLM and says what they support."""
 

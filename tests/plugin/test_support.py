@@ -91,6 +91,8 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
             {"hf_overrides": {"kv_lora_rank": 256}},
             r"kv_lora_rank 256.*kv_lora_rank 512.*VLLM_MLA_DISABLE",
         ),
+        ("mla", {"dtype": "float16"}, r"float16.*bfloat16.*VLLM_MLA_DISABLE"),
+        ("mla", {"hf_overrides": {"num_attention_heads": 256}}, r"256 query heads.*tensor_parallel_size"),
         ("mamba", {}, r"state-space.*dense"),
     ],
 )
