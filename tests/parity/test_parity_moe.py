@@ -68,6 +68,6 @@ def test_large_steps_go_all_to_all(mode, checkpoint_path, references, monkeypatc
     monkeypatch.setenv("NPUFLEET_DEVICE", "virtual:2:Ascend910_9392,hbm=16GiB")  # read by the workers
     with worker_engine(checkpoint_path("mixtral-top-1"), 2, **SPREAD, **mode) as llm:
         outputs = greedy(llm, prompts(VOCAB), STEPS)
-        exchanges = llm.collective_rpc(calls_on_a_rank, args=("aten::repeat_interleave.Tensor",))
+        exchanges = llm.collective_rpc(calls_on_a_rank, args=("aten::repeat_interleave.self_Tensor",))
     assert tokens(outputs) == [result.tokens for result in references("mixtral-top-1")]
     assert min(exchanges) > 0, "no step went all-to-all"
