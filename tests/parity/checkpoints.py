@@ -178,6 +178,7 @@ LATENT_HEADS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "first_k_dense_replace": 3,
+    "moe_intermediate_size": 64,
 }
 """The sizes that the NPU's operators take, whatever else is tiny; all layers dense."""
 V3_YARN = _rope(
