@@ -25,6 +25,8 @@ NAMES = (
     "mixtral",
     "qwen3-moe",
     "glm4-moe",
+    "deepseek-v2",
+    "deepseek-v3",
 )
 FACTOR = 1.5  # the mean error may be this many times that of transformers in bfloat16
 
