@@ -133,3 +133,18 @@ def test_plain_attention_in_its_stead(checkpoint_path, references, monkeypatch):
         assert not llm.llm_engine.vllm_config.model_config.use_mla
         outputs = greedy(llm, prompts(VOCAB), STEPS)
     assert tokens(outputs) == [result.tokens for result in references("deepseek-v2")]
+
+
+def test_earlier_tokens_in_many_chunks(checkpoint_path, references):
+    """One page at a time: each long prompt attends over its earlier tokens in several parts that are merged."""
+    with engine(checkpoint_path("deepseek-v2")) as llm:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        groups = [group for groups in worker.model_runner.attn_groups for group in groups]
+        builders = [x for group in groups for x in group.metadata_builders if hasattr(x, "_limit")]
+        assert len(builders) == 1
+        builders[0]._limit = 128
+        outputs = greedy(llm, prompts(VOCAB), STEPS)
+        again = greedy(llm, prompts(VOCAB), STEPS)
+    expected = [result.tokens for result in references("deepseek-v2")]
+    assert tokens(outputs) == expected
+    assert cached(again)[-1] == 256 and tokens(again) == expected
