@@ -9,19 +9,19 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from . import ask, local, preflight, runs
+from . import ask, local, preflight, runs, start_failure
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .caretaker import Caretaker
 from .config import FleetConfig
-from .controller.progress import Phase
 from .engine import orphan
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
@@ -33,6 +33,7 @@ SHARED_S = 5.0  # between two looks at what the fleet's processes share
 LAST_WAIT_S = 10.0  # for the processes of a dead Ray to end by themselves
 HURRY_S = 0.5
 APPLICATION = "npufleet"
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -249,21 +250,36 @@ class _Fleet:
             self.stop.check()
             self._check_ray()
             self._look()
-            application = serve.status().applications.get(APPLICATION)
+            application = self._ask_serve(lambda: serve.status().applications.get(APPLICATION))
             progress = self._progress()
             for entry in progress:
                 line = progress_line(entry)
                 if shown.get(entry["engine_id"]) != line:
                     shown[entry["engine_id"]] = line
                     self.console.say(line)
-            if _hopeless(progress):
-                raise StartFailed(_why(progress))
+            if start_failure.hopeless(progress):
+                raise StartFailed(start_failure.why(progress))
             if application is not None:
                 if application.status == ApplicationStatus.RUNNING:
                     return
                 if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-                    raise StartFailed(_why(progress) or _what_serve_says(application))
+                    raise StartFailed(
+                        start_failure.why(progress) or start_failure.what_serve_says(application)
+                    )
             time.sleep(FOLLOW_S)
+
+    def _ask_serve(self, question: Callable[[], T]) -> T:
+        """Return the answer; in a thread, because on a busy machine it can take minutes, and a stop must not."""
+        answers: list[T] = []
+        thread = threading.Thread(target=lambda: answers.append(question()), name="ask-serve", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.stop.check()
+            self._check_ray()
+            thread.join(POLL_S)
+        if not answers:
+            raise StartFailed("Ray Serve gave no answer; its error is above")
+        return answers[0]
 
     def _progress(self) -> list[dict[str, Any]]:
         """Return how far each engine is; nothing while the controller is not up."""
@@ -370,25 +386,3 @@ def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
         controller=f"http://{netloc(reachable(config.metrics.host), config.metrics.port)}",
         folder=str(folder or ""),
     )
-
-
-def _hopeless(progress: list[dict[str, Any]]) -> bool:
-    """Say whether further tries would end as those before: one was refused, or two failed in the same way."""
-    failed = [(entry["model"], entry["detail"]) for entry in progress if entry["phase"] == Phase.FAILED]
-    return len(set(failed)) < len(failed) or any(entry["phase"] == Phase.REFUSED for entry in progress)
-
-
-def _why(progress: list[dict[str, Any]]) -> str:
-    """Return what the engines that failed say; empty if none did."""
-    failed = [entry for entry in progress if entry["phase"] in (Phase.FAILED, Phase.REFUSED)]
-    told = dict.fromkeys(f"model {entry['model']!r}: {entry['detail']}" for entry in failed)
-    return "\n".join(["the fleet did not come up", *told]) if told else ""
-
-
-def _what_serve_says(application: Any) -> str:
-    """Return the first line that Serve says about each deployment, and the error at the end of it."""
-    told = [f"the fleet did not come up: {application.message}"]
-    for name, deployment in application.deployments.items():
-        lines = [line for line in deployment.message.splitlines() if line.strip()]
-        told += [f"{name}: {line}" for line in dict.fromkeys(lines[:1] + lines[-1:])]
-    return "\n".join(told)

@@ -15,7 +15,18 @@ from typing import Any
 import psutil
 import pytest
 
-from npufleet.cluster import cli, demo_model, device, local, preflight, runs, serve, status, targets
+from npufleet.cluster import (
+    cli,
+    demo_model,
+    device,
+    local,
+    preflight,
+    runs,
+    serve,
+    start_failure,
+    status,
+    targets,
+)
 from npufleet.cluster.device import Device
 
 
@@ -167,11 +178,11 @@ def test_why_a_fleet_did_not_come_up_is_said_once() -> None:
         return {"engine_id": engine, "model": "m", "phase": phase, "detail": detail, "seconds": {}}
 
     failed = [entry("a", "failed", "no memory"), entry("b", "failed", "no memory"), entry("c", "ready", "")]
-    assert serve._why(failed) == "the fleet did not come up\nmodel 'm': no memory"
-    assert serve._why(failed[2:]) == ""
-    assert serve._hopeless(failed)
-    assert not serve._hopeless(failed[1:])  # the next try may be better
-    assert serve._hopeless([entry("a", "refused", "no such model")])
+    assert start_failure.why(failed) == "the fleet did not come up\nmodel 'm': no memory"
+    assert start_failure.why(failed[2:]) == ""
+    assert start_failure.hopeless(failed)
+    assert not start_failure.hopeless(failed[1:])  # the next try may be better
+    assert start_failure.hopeless([entry("a", "refused", "no such model")])
 
 
 def test_an_absent_checkpoint_is_named_before_ray(
