@@ -7,7 +7,19 @@ of them on the CPU dispatch key, so that ``torch.ops.npu.npu_rms_norm(cpu_tensor
 import torch
 
 # imported because they declare references
-from . import activation, attention, cast, grouped_matmul, kv_cache, mla, moe, norm, rope, sampling  # noqa: F401
+from . import (  # noqa: F401
+    activation,
+    attention,
+    cast,
+    grouped_matmul,
+    kv_cache,
+    mla,
+    moe,
+    norm,
+    quant,
+    rope,
+    sampling,
+)
 from .registry import KERNELS
 
 _libraries: dict[str, torch.library.Library] = {}

@@ -3,6 +3,7 @@
 import torch
 
 from .checks import FLOATS, refuse_arguments, require, require_contiguous, require_dtype, wrong
+from .quant import require_matrix, result_dtype
 from .registry import reference
 
 Tensors = list[torch.Tensor]
@@ -48,6 +49,29 @@ def _group_ends(
     return ends
 
 
+def _scales(
+    op: str, rows: torch.Tensor, experts: torch.Tensor, out: torch.dtype, given: dict[str, object]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts' scales [experts, n] and the rows' [r] of a quantized product, in fp32."""
+    pair = [given.pop(name, None) for name in ("scale", "per_token_scale")]
+    for name, value in zip(("scale", "per_token_scale"), pair, strict=True):
+        require(
+            isinstance(value, list) and len(value) == 1, op, f"{name} must be a list of one tensor for int8"
+        )
+    scale, row_scale = (x[0] for x in pair if isinstance(x, list))
+    require_dtype(op, "scale", scale, (torch.bfloat16 if out == torch.bfloat16 else torch.float32,))
+    require_dtype(op, "per_token_scale", row_scale, (torch.float32,))
+    require_contiguous(op, scale=scale, per_token_scale=row_scale)
+    wanted = (experts.shape[0], experts.shape[2])
+    require(tuple(scale.shape) == wanted, op, f"scale {tuple(scale.shape)} must be {list(wanted)}")
+    require(
+        tuple(row_scale.shape) == (rows.shape[0],),
+        op,
+        f"per_token_scale {tuple(row_scale.shape)} must be [{rows.shape[0]}]",
+    )
+    return scale.float(), row_scale
+
+
 @reference("npu::npu_grouped_matmul")
 def npu_grouped_matmul(
     x: Tensors,
@@ -62,30 +86,35 @@ def npu_grouped_matmul(
     """[x_g · weight_g] of each group of rows, as one tensor; rows beyond the last group are undefined (NaN here).
 
     Of the operator's forms only this one has a reference: one x [rows, k], one weight [experts, k, n], groups
-    along the rows (``group_type`` 0), one result (``split_item`` 2 or 3).
+    along the rows (``group_type`` 0), one result (``split_item`` 2 or 3). int8 rows and weights have scales, of
+    each expert's output channel and of each row, and a result in bf16 or fp16.
     """
     op = "npu_grouped_matmul"
-    refuse_arguments(op, others, DEFAULTS)
     if len(x) != 1 or len(weight) != 1 or weight[0].dim() != 3 or group_type != 0 or split_item not in (2, 3):
         raise NotImplementedError(
             f"{op}: no reference for {len(x)} x and {len(weight)} weights with group_type={group_type} and "
             f"split_item={split_item} (only one x, one weight [experts, k, n], group_type 0 and split_item 2 or 3)"
         )
     rows, experts = x[0], weight[0]
-    require_dtype(op, "x", rows, FLOATS)
+    quantized = rows.dtype == torch.int8
+    require_dtype(op, "x", rows, (*FLOATS, torch.int8))
     require_dtype(op, "weight", experts, (rows.dtype,))
     require(rows.dim() == 2, op, f"x has {rows.dim()} dimensions, it must have 2")
     require_contiguous(op, x=rows)
-    # A weight stored as [experts, n, k] may be passed as its transposed view; any other stride is read wrongly.
-    if not (experts.is_contiguous() or experts.transpose(1, 2).is_contiguous()):
-        raise wrong(op, f"weight is neither contiguous nor a transposed view: strides {experts.stride()}")
+    require_matrix(op, "weight", experts)
     if rows.shape[1] != experts.shape[1]:
         raise wrong(op, f"x {tuple(rows.shape)} and weight {tuple(experts.shape)} disagree on k")
+    dtype = result_dtype(op, others.pop("output_dtype", None)) if quantized else rows.dtype
+    scales = _scales(op, rows, experts, dtype, others) if quantized else None
+    refuse_arguments(op, others, DEFAULTS)
     ends = _group_ends(op, group_list, int(group_list_type or 0), experts.shape[0], rows.shape[0])
-    out = rows.new_full((rows.shape[0], experts.shape[2]), float("nan"))
+    out = torch.full((rows.shape[0], experts.shape[2]), float("nan"), dtype=dtype)
     start = 0
-    for expert, end in zip(experts, ends, strict=True):
-        if end > start:
-            torch.mm(rows[start:end], expert, out=out[start:end])
+    for index, end in enumerate(ends):
+        if end > start and scales is None:
+            torch.mm(rows[start:end], experts[index], out=out[start:end])
+        elif end > start and scales is not None:
+            sums = torch._int_mm(rows[start:end], experts[index]).float()
+            out[start:end] = (sums * scales[0][index] * scales[1][start:end, None]).to(dtype)
         start = end
     return [out]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import npufleet.kernels.ops
-from npufleet.kernels.ops import activation, attention, kv_cache, mla, moe, norm, rope, sampling
+from npufleet.kernels.ops import activation, attention, kv_cache, mla, moe, norm, quant, rope, sampling
 
 from .paged import make_case
 
@@ -87,6 +87,34 @@ def latent_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
     yield lambda: mla.merge_attention([heads[2]] * 2, [torch.rand(5, 2, device=device)] * 2)
 
 
+def quantized_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
+    """The calls over 8-bit integers."""
+
+    def int8(*shape: int) -> torch.Tensor:
+        return torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+
+    x, fp32 = torch.randn(5, 64, dtype=torch.bfloat16, device=device), torch.ones(96, device=device)
+    weight = int8(64, 96)
+    yield lambda: quant.dynamic_quantize(x)
+    for zero in (None, torch.zeros(1, dtype=torch.int32, device=device)):
+        yield lambda zero=zero: quant.static_quantize(x, fp32[:1], zero)
+    for tokens, bias, dtype in (
+        (fp32[:5], None, torch.float16),
+        (fp32[:5], fp32, torch.bfloat16),
+        (None, fp32.int(), torch.bfloat16),
+    ):
+        yield lambda tokens=tokens, bias=bias, dtype=dtype: quant.quant_matmul(
+            int8(5, 64), weight, fp32, token_scale=tokens, bias=bias, dtype=dtype
+        )
+    scales, counts = (
+        torch.ones(2, 96, dtype=torch.bfloat16, device=device),
+        torch.tensor([2, 3], device=device),
+    )
+    yield lambda: quant.quant_feed_forward(
+        x, int8(2, 64, 96), scales, int8(2, 48, 64), scales[:, :64].contiguous(), counts
+    )
+
+
 def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
     """One call of every public function of ops in every form that reaches another operator or argument."""
 
@@ -142,6 +170,7 @@ def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
             logits, 2, score=score, bias=bias, groups=2, top_groups=1, renormalize=renormalize
         )
     yield from latent_calls(device)
+    yield from quantized_calls(device)
     yield lambda: sampling.top_k_top_p(rand(5, 40), torch.rand(5, device=device), slots + 1)
 
 
