@@ -19,7 +19,9 @@ def register_layers() -> None:
     from .attention import register_backends
     from .layers import register_custom_ops
     from .moe import register_moe_layers
+    from .quantization import register_quantization
 
     register_backends()
     register_custom_ops()
     register_moe_layers()
+    register_quantization()

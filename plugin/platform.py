@@ -7,7 +7,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
-from .support import apply_defaults, check_config, check_quantization, choose_backend
+from .quantization import check_quantization
+from .support import apply_defaults, check_config, choose_backend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

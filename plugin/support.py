@@ -136,13 +136,6 @@ def _settle_graphs(config: "VllmConfig") -> None:
         compilation.max_cudagraph_capture_size = 0
 
 
-def check_quantization(name: str) -> None:
-    """:raises ValueError: always, until a format is supported."""
-    raise ValueError(
-        f"quantization {name!r} is not supported on NPU yet; use a bfloat16 or float16 checkpoint"
-    )
-
-
 def choose_backend(selected: "AttentionBackendEnum | None", wanted: "AttentionSelectorConfig") -> str:
     """The import path of the attention backend for a layer.
 
