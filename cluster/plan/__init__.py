@@ -1,0 +1,1 @@
+"""What a model needs before anything runs: memory per NPU, from the model's configuration alone."""

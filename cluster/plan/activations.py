@@ -1,0 +1,105 @@
+"""The most memory that one step's tensors take at a time, beside weights and caches.
+
+Each formula adds up what the layer's code holds at its fullest moment. Sizes are per rank; b is the bytes of an
+element, T the step's tokens, H the hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import DTYPES, Experts, Latent, ModelShape
+from .weights import VOCABULARY_ALIGNMENT, Layout
+
+FLOAT = 4
+SAMPLING_COPIES = 4
+"""float32 copies of the logits while sampling: the logits, filtered logits, probabilities, noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of an engine."""
+
+    tokens: int
+    rows: int
+    """Tokens whose logits are wanted."""
+    all_to_all: bool
+    """Whether rows go to their experts one by one; otherwise every rank gets every token."""
+    context: int
+    """Earlier tokens that latent attention expands at a time."""
+
+
+def activations(shape: ModelShape, layout: Layout, step: Step) -> int:
+    """Bytes at the fullest moment of a step: in attention, in a feed-forward layer, among the experts or at the
+    logits, whichever takes most; around each of the first three lie the residual and the layer's input, 2 T H b.
+    """
+    size, tokens = DTYPES[shape.dtype], step.tokens
+    stream = 2 * tokens * shape.hidden * size
+    moments = [stream + attention(shape, layout, step), logits(shape, layout, step)]
+    if shape.experts is None or len(shape.experts.layers) < shape.layers:
+        moments.append(stream + feed_forward(shape.intermediate // layout.tensor, tokens, shape.hidden) * size)
+    if shape.experts:
+        moments.append(stream + experts(shape, shape.experts, layout, step))
+    return max(moments)
+
+
+def attention(shape: ModelShape, layout: Layout, step: Step) -> int:
+    """Dense: the fused projection, rotated queries and keys, the output. Latent: see :func:`latent_attention`."""
+    size, heads = DTYPES[shape.dtype], shape.heads // layout.tensor
+    if shape.latent:
+        return latent_attention(shape.latent, heads, shape, step) * size
+    query, keys = heads * shape.head, max(1, shape.kv_heads // layout.tensor) * shape.head
+    return step.tokens * ((query + 2 * keys) + (query + keys) + query) * size
+
+
+def latent_attention(latent: Latent, heads: int, shape: ModelShape, step: Step) -> int:
+    """Elements while a prefill expands heads: down-projections, queries twice (projected, rotated), keys, values
+    and what they are cut from, the output twice; the same of the earlier tokens of a chunk, and their partial
+    output and its merger.
+    """
+    key, both = latent.nope + latent.rope, latent.nope + latent.value
+    down = (latent.q_rank or 0) + 2 * (latent.kv_rank + latent.rope)
+    new = down + heads * (2 * key + both + key + latent.value + 2 * latent.value)
+    earlier = latent.kv_rank + latent.rope + heads * (both + key + latent.value)
+    merging = heads * 2 * latent.value if step.context else 0
+    return step.tokens * (new + merging) + step.context * earlier
+
+
+def feed_forward(intermediate: int, tokens: int, hidden: int) -> int:
+    """Elements of a gated layer: gate and up together with their product, or the product with the output."""
+    return tokens * max(3 * intermediate, intermediate + hidden)
+
+
+def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> int:
+    """Bytes of a layer with experts: the shared experts' output and the gate's scores; with all-gather, the
+    tokens of all replicas, a row for each of their choices, the rows' feed-forward and the sum; with all-to-all,
+    the rows sent, received, sorted, computed and sent back, spread evenly.
+
+    Without expert parallelism the intermediate size of an expert is split over all ranks.
+    """
+    size, hidden = DTYPES[shape.dtype], shape.hidden
+    middle = experts.intermediate if layout.expert_parallel else experts.intermediate // layout.ranks
+    own = -(-step.tokens // layout.tensor) if layout.spreads_tokens else step.tokens
+    shared = own * hidden * size if experts.shared else 0
+    # the gate's logits in the model's dtype, in float32, and the scores that choose
+    scores = own * experts.count * (size + 2 * FLOAT)
+    if step.all_to_all:
+        rows = -(-step.tokens // layout.tensor) * experts.top_k
+        held = 3 * rows * hidden + rows * max(3 * middle, middle + hidden)
+        return shared + scores + (held + step.tokens * hidden) * size
+    tokens = own * layout.tensor * layout.data if layout.spreads_tokens else own * layout.data
+    gathered = tokens * hidden if layout.data > 1 else 0
+    rows = tokens * experts.top_k
+    held = rows * hidden + rows * max(3 * middle, middle + hidden) + tokens * hidden
+    return shared + scores + (gathered + held) * size
+
+
+def logits(shape: ModelShape, layout: Layout, step: Step) -> int:
+    """Bytes of the rows' logits: as the model's dtype, gathered from all ranks, and the float32 copies of the
+    sampler; beside the hidden states.
+    """
+    size = DTYPES[shape.dtype]
+    width = -(-shape.vocabulary // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
+    gathered = 2 * width if layout.tensor > 1 else 0
+    copies = (width // layout.tensor + gathered) * size + SAMPLING_COPIES * FLOAT * width
+    return (step.tokens + step.rows) * shape.hidden * size + step.rows * copies

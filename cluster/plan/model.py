@@ -1,0 +1,198 @@
+"""The sizes of a model that decide its memory, read from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import checks
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+MOE = ("mixtral", "qwen3_moe", "glm4_moe")
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1)."""
+
+    q_rank: int | None
+    """Elements of a compressed query; None where queries are not compressed."""
+    kv_rank: int
+    rope: int
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts."""
+
+    count: int
+    top_k: int
+    intermediate: int
+    shared: int
+    """Intermediate size of the experts that every token takes; 0 if there are none."""
+    biased: bool
+    """Whether the choice has a learnt float32 bias."""
+    gate_bytes: int | None
+    """Bytes of an element of the gate; None: as the model."""
+    shared_follow_tokens: bool
+    """Whether the shared experts are whole on each rank where tokens are spread over tensor-parallel ranks."""
+    layers: frozenset[int]
+    """Which layers have them; the others have a plain feed-forward layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only model. Sizes in elements."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    head_norms: bool
+    """Whether queries and keys are normed per head."""
+    rotary_positions: int
+    rotary: int
+    """Rotated elements of a head."""
+    rotary_bytes: int | None
+    """Bytes of an element of the table of cosines and sines; None: as the model."""
+    max_length: int
+    dtype: str
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+
+def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """Read a model's configuration.
+
+    Raises:
+        ValueError: for a kind of model or a format of weights whose sizes are not known here, or for a number
+            that is missing; it names what was found and what is allowed.
+    """
+    kind = config.get("model_type")
+    known = (*DENSE, *MOE, *LATENT)
+    if kind not in known:
+        raise ValueError(f"{where}: model_type is {kind!r}; the memory of these is known: {', '.join(known)}")
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ValueError(
+            f"{where}: its weights are quantized ({method}); the plan counts bfloat16, float16 and float32 "
+            "weights. Remove quantization_config from a copy of the file to plan for unquantized weights"
+        )
+    number = _Numbers(config, where)
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    head = config.get("head_dim") or hidden // heads
+    latent = _latent(number) if kind in LATENT else None
+    rotary = latent.rope if latent else int(head * _rotary_part(config))
+    positions = number("max_position_embeddings")
+    stretched, scaled = _positions(config, positions)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return ModelShape(
+        model_type=str(kind),
+        layers=number("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head=latent.nope + latent.rope if latent else head,
+        intermediate=number("intermediate_size"),
+        vocabulary=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        out_bias=kind == "llama" and bool(config.get("attention_bias", False)),
+        mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
+        head_norms=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and bool(config.get("use_qk_norm"))),
+        rotary_positions=stretched,
+        rotary=rotary,
+        rotary_bytes=4 if latent and scaled else None,
+        max_length=positions,
+        dtype=checks.choice(dtype, f"{where}: dtype", tuple(DTYPES)),
+        latent=latent,
+        experts=_experts(str(kind), config, number) if kind not in DENSE else None,
+    )
+
+
+class _Numbers:
+    """The whole numbers of a configuration, each of which must be there."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config, self._where = config, where
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        value = self._config.get(name, default)
+        return checks.integer(value, f"{self._where}: {name}", 0, 1 << 40)
+
+
+def _rotary_part(config: Mapping[str, Any]) -> float:
+    nested = config.get("rope_parameters")
+    default = 0.5 if config.get("model_type") == "glm4_moe" else 1.0
+    given = config.get("partial_rotary_factor")
+    if given is None and isinstance(nested, Mapping):
+        given = nested.get("partial_rotary_factor")
+    return float(default if given is None else given)
+
+
+def _positions(config: Mapping[str, Any], positions: int) -> tuple[int, bool]:
+    """Rows of vLLM's table of cosines and sines, and whether it is one of YaRN: as long as the original
+    context times the factor.
+    """
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return positions, False
+    original = scaling.get("original_max_position_embeddings") or positions
+    return int(original * scaling["factor"]), True
+
+
+def _latent(number: _Numbers) -> Latent:
+    return Latent(
+        q_rank=number("q_lora_rank") if number._config.get("q_lora_rank") else None,
+        kv_rank=number("kv_lora_rank"),
+        rope=number("qk_rope_head_dim"),
+        nope=number("qk_nope_head_dim"),
+        value=number("v_head_dim"),
+    )
+
+
+def _experts(kind: str, config: Mapping[str, Any], number: _Numbers) -> Experts | None:
+    layers = range(number("num_hidden_layers"))
+    shared = 0
+    biased = False
+    if kind == "mixtral":
+        count, middle, having = number("num_local_experts"), number("intermediate_size"), frozenset(layers)
+    elif kind == "qwen3_moe":
+        count, middle = number("num_experts"), number("moe_intermediate_size")
+        step, plain = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        having = frozenset(i for i in layers if i not in plain and (i + 1) % step == 0)
+    else:
+        if not config.get("n_routed_experts"):
+            return None
+        count, middle = number("n_routed_experts"), number("moe_intermediate_size")
+        shared = (config.get("n_shared_experts") or 0) * middle
+        every = number("moe_layer_freq", 1)
+        having = frozenset(i for i in layers if i >= number("first_k_dense_replace", 0) and i % every == 0)
+        biased = kind in ("glm4_moe", "deepseek_v3", "kimi_k2")
+        biased = config.get("topk_method", "noaux_tc") == "noaux_tc" if biased else False
+    return Experts(
+        count=count,
+        top_k=number("num_experts_per_tok"),
+        intermediate=middle,
+        shared=shared,
+        biased=biased,
+        gate_bytes=4 if kind == "glm4_moe" else None,
+        shared_follow_tokens=kind in LATENT,
+        layers=having,
+    )
