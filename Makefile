@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 PORT ?= 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format bench-engine bench-router clean
+.PHONY: help setup demo demo-check test test-all lint format bench-engine bench-router seeded-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ bench-engine: setup ## Engine on a virtual NPU against vLLM's CPU backend; whole
 
 bench-router: setup ## Router relay cost per token against a direct stream
 	$(BIN)/python benchmarks/router_relay.py
+
+seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and count those that the tests catch
+	$(BIN)/python benchmarks/seeded_faults --write docs/seeded-faults.md
 
 clean: ## Remove the environment and build products
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache
