@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported; a failed test shows enough
 
@@ -16,6 +17,18 @@ from .reference import Greedy, greedy, load, prompts
 
 STEPS = 64
 BFLOAT16_ROWS = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
+
+
+def in_both_modes(names: Iterable[str], eager: Iterable[str]) -> list[ParameterSet]:
+    """(name, mode) of each checkpoint: graph mode, whose prefills are eager too; eager decode of the checkpoints
+    that ``eager`` does not name is for the slow run.
+    """
+    return [
+        pytest.param((name, mode), id=f"{name}-{mode}", marks=[pytest.mark.slow] if late else [])
+        for name in names
+        for mode in ("eager", "graph")
+        for late in (mode == "eager" and name not in eager,)
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from vllm import LLM
 
 from .checkpoints import CHECKPOINTS, VOCAB
-from .conftest import STEPS
+from .conftest import STEPS, in_both_modes
 from .engines import GRAPHS, cached, engine, greedy, logprob_error, tokens
 from .reference import greedy as hf_greedy
 from .reference import load, prompts
@@ -21,9 +21,7 @@ NAMES = [checkpoint.name for checkpoint in CHECKPOINTS]
 LOGPROB_TOLERANCE = 2e-3  # fp32 on both sides; logits have a deviation near 8
 
 
-@pytest.fixture(
-    scope="module", params=[(n, m) for n in NAMES for m in ("eager", "graph")], ids=lambda p: f"{p[0]}-{p[1]}"
-)
+@pytest.fixture(scope="module", params=in_both_modes(NAMES, eager=("llama", "gemma3", "mixtral")))
 def served(request, checkpoint_path) -> Iterator[tuple[str, str, LLM]]:
     """(checkpoint name, mode, engine)."""
     name, mode = request.param
