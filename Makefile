@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 PORT ?= 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format bench-engine bench-router seeded-faults clean
+.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-plugin seeded-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ format: setup ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+parity: setup ## Every model family against transformers; writes docs/parity.md
+	$(BIN)/python -m benchmarks.parity
+
 bench-engine: setup ## Engine on a virtual NPU against vLLM's CPU backend; whole path against the engine; host overhead
 	$(BIN)/python benchmarks/engine.py
 
@@ -43,6 +46,9 @@ bench-router: setup ## Router relay cost per token against a direct stream
 
 seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and count those that the tests catch
 	$(BIN)/python benchmarks/seeded_faults --write docs/seeded-faults.md
+
+bench-plugin: setup ## Device operations per layer and step against plain layers, host overhead, bytes of collectives
+	$(BIN)/python -m benchmarks.plugin
 
 clean: ## Remove the environment and build products
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -123,6 +123,13 @@ CHECKPOINTS = (
         seed=1,
     ),
     Checkpoint(
+        name="glm4",
+        model_type="glm4",
+        config={"rope_parameters": _rope(partial_rotary_factor=0.5), "rms_norm_eps": 1e-6},
+        without={"rope_parameters": _rope(partial_rotary_factor=1.0)},
+        seed=1,
+    ),
+    Checkpoint(
         name="mixtral",
         model_type="mixtral",
         config={**PLAIN, "num_local_experts": 8, "num_experts_per_tok": 2},

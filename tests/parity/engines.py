@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,11 @@ SMALL: dict[str, Any] = {
 }
 
 
+def start_method() -> str:
+    """How workers start: spawned, unless a process without an NPU of its own has asked for forks."""
+    return os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
 @contextmanager
 def engine(path: Path | str, **settings: Any) -> Iterator[LLM]:
     """An engine on one NPU in this process, taken down on leaving."""
@@ -54,7 +60,7 @@ def engine(path: Path | str, **settings: Any) -> Iterator[LLM]:
 def worker_engine(path: Path | str, world_size: int, **settings: Any) -> Iterator[LLM]:
     """A tensor-parallel engine whose workers are processes (the engine core stays in this one)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", start_method())
         patch.setenv("OMP_NUM_THREADS", "1")
         parallel = {"tensor_parallel_size": world_size, "distributed_executor_backend": "mp"}
         with engine(path, **{**parallel, **settings}) as llm:

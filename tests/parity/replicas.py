@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm import LLM
+
 from .checkpoints import VOCAB
+from .engines import SMALL, greedy, start_method, tokens
 from .reference import prompts
 
 REPLICAS = 2
@@ -30,14 +33,10 @@ def run_replica(
         VLLM_DP_SIZE=str(REPLICAS),
         VLLM_DP_MASTER_IP="127.0.0.1",
         VLLM_DP_MASTER_PORT=str(port),
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_WORKER_MULTIPROC_METHOD=start_method(),
         VLLM_NO_USAGE_STATS="1",
         OMP_NUM_THREADS="1",
     )
-    from vllm import LLM
-
-    from .engines import SMALL, greedy, tokens
-
     llm = LLM(model=path, **{**SMALL, **settings})
     mine = prompts(VOCAB)[rank::REPLICAS]
     found = tokens(greedy(llm, mine, steps))
@@ -60,7 +59,7 @@ def run_replicas(path: Path, steps: int, settings: dict[str, Any]) -> dict[int, 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(start_method())
     results, finished = context.Queue(), context.Barrier(REPLICAS)
     replicas = [
         context.Process(target=run_replica, args=(rank, port, str(path), steps, settings, results, finished))
