@@ -141,7 +141,7 @@ class CapturedAttention:
         cls, call: AttentionCall, stream: Any, query_ends: list[int], kv_lens: list[int]
     ) -> "CapturedAttention":
         """Launch ``call`` in the open capture on ``stream``, behind a gate and as a task of its own."""
-        gate = torch.npu.ExternalEvent()
+        gate = _closed_gate()
         gate.wait(stream)
         gate.reset(stream)
         torch.npu.graph_task_group_begin(stream)
@@ -154,6 +154,22 @@ class CapturedAttention:
         ``stream``.
         """
         update_all([self], stream, query_ends, kv_lens)
+
+
+@lru_cache(maxsize=64)
+def _gate_stream(device: int) -> Any:
+    """A stream beside those that are captured; one per device."""
+    return torch.npu.Stream(device)
+
+
+def _closed_gate() -> Any:
+    """An event that a graph can wait for. torch_npu 2.13 makes the device's event at the first ``record`` and drops
+    a ``wait`` that comes before, so it is recorded and reset once, where no graph is captured.
+    """
+    gate, aside = torch.npu.ExternalEvent(), _gate_stream(torch.npu.current_device())
+    gate.record(aside)
+    gate.reset(aside)
+    return gate
 
 
 def update_all(

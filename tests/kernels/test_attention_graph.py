@@ -59,6 +59,23 @@ def test_replays_follow_new_queries_and_lengths(device, window):
         assert_close(result, shorter.expected(SCALE, window) * 2)
 
 
+@pytest.mark.parametrize("order", ["update first", "replay first"])
+def test_a_replay_waits_for_its_lengths(device, order):
+    """Neither order may use the lengths of an earlier replay."""
+    case = make_case([(1, 30), (1, 30)])
+    graph, captured, _, _, result = capture(case, device)
+    for lengths in ([30, 30], [30, 7], [2, 30]):
+        if order == "replay first":
+            graph.replay()
+            with pytest.raises(RuntimeError, match="waits for an external event"):
+                torch.npu.synchronize()
+        captured.update(torch.npu.Stream(), case.query_ends, lengths)
+        if order == "update first":
+            graph.replay()
+        error = (result.cpu().double() - case.expected(SCALE).double() * 2).abs().amax(dim=(1, 2))
+        assert (error < 1e-4).tolist() == [length == 30 for length in lengths]
+
+
 def test_a_padding_request_in_a_replay(device):
     case = make_case([(1, 20), (1, 20)])
     graph, captured, _, _, result = capture(case, device)
