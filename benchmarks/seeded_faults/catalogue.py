@@ -252,7 +252,7 @@ _GROUPS = (
         "plugin/worker.py",
         "group.device = self.device",
         "pass",
-        f"{PLUGIN}test_placements.py",
+        f"{PLUGIN}test_worker.py",
     ),
 )
 

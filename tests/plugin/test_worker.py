@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.distributed import parallel_state
 from vllm.platforms import interface
 
 from npufleet.plugin.worker import NPUWorker
@@ -48,3 +50,12 @@ def test_the_npu_of_a_rank(
 def test_a_rank_beyond_the_last_npu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs NPU 9 .* 8 visible.*lower tensor_parallel_size"):
         opened(1, monkeypatch, data_parallel_rank_local=4)
+
+
+def test_groups_learn_which_device_the_worker_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(device=torch.device("npu", 0))
+    monkeypatch.setattr(parallel_state, "_groups", {"tp:0": lambda: group, "left": lambda: None})
+    worker = NPUWorker.__new__(NPUWorker)
+    worker.device = torch.device("npu", 3)
+    worker._tell_groups_the_device()
+    assert group.device == torch.device("npu", 3)
