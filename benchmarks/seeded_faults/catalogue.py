@@ -275,7 +275,7 @@ _EXPERTS = (
         f"{KERNELS}test_moe.py",
     ),
     _fault(
-        "bias of the choice in the weights",
+        "groups counted by one expert in spite of a bias",
         "kernels/ops/moe.py",
         "group_select_mode=0 if bias is None else 1",
         "group_select_mode=0",

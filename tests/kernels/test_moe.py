@@ -119,6 +119,14 @@ def test_top_k_grouped(device, score, renormalize, groups, top_groups, biased):
         assert torch.allclose(weights[token].cpu(), expected * scale, atol=1e-6)
 
 
+def test_with_a_bias_a_group_counts_by_its_two_best(device):
+    """Group 0 has the best expert, group 1 the best two."""
+    logits = torch.tensor([[3.0, -9.0, -9.0, 2.0, 1.9, -9.0]]).to(device)
+    groups = {"score": "sigmoid", "groups": 2, "top_groups": 1}
+    assert moe.top_k_grouped(logits, 1, **groups)[1].tolist() == [[0]]
+    assert moe.top_k_grouped(logits, 1, bias=torch.zeros(6).to(device), **groups)[1].tolist() == [[3]]
+
+
 def test_an_unknown_score_is_refused(device):
     with pytest.raises(ValueError, match=r"score is 'relu'.*softmax, sigmoid"):
         moe.top_k_grouped(rand(1, 8).to(device), 1, score="relu")
