@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .model import DTYPES, Experts, Latent, ModelShape
-from .weights import VOCABULARY_ALIGNMENT, Layout
+from .weights import VOCABULARY_ALIGNMENT, Layout, spreads_tokens
 
 FLOAT = 4
 SAMPLING_COPIES = 4
@@ -30,14 +30,19 @@ class Step:
 
 
 def activations(shape: ModelShape, layout: Layout, step: Step) -> int:
-    """Bytes at the fullest moment of a step: in attention, in a feed-forward layer, among the experts or at the
-    logits, whichever takes most; around each of the first three lie the residual and the layer's input, 2 T H b.
+    """Bytes at the fullest moment of a step: in attention, in a feed-forward layer, among the experts, at a norm or
+    at the logits, whichever takes most. Around the first three lie the residual and the hidden states as the layer
+    was given them and as they are now, 4 T H b; a norm adds a layer's output to the residual and makes two anew, so
+    that there are 6 T H b and a float32 number for each token.
     """
     size, tokens = DTYPES[shape.dtype], step.tokens
-    stream = 2 * tokens * shape.hidden * size
-    moments = [stream + attention(shape, layout, step), logits(shape, layout, step)]
+    row = tokens * shape.hidden * size
+    stream = 4 * row
+    moments = [stream + attention(shape, layout, step), logits(shape, layout, step), 6 * row + tokens * FLOAT]
     if shape.experts is None or len(shape.experts.layers) < shape.layers:
-        moments.append(stream + feed_forward(shape.intermediate // layout.tensor, tokens, shape.hidden) * size)
+        moments.append(
+            stream + feed_forward(shape.intermediate // layout.tensor, tokens, shape.hidden) * size
+        )
     if shape.experts:
         moments.append(stream + experts(shape, shape.experts, layout, step))
     return max(moments)
@@ -66,8 +71,8 @@ def latent_attention(latent: Latent, heads: int, shape: ModelShape, step: Step) 
 
 
 def feed_forward(intermediate: int, tokens: int, hidden: int) -> int:
-    """Elements of a gated layer: gate and up together with their product, or the product with the output."""
-    return tokens * max(3 * intermediate, intermediate + hidden)
+    """Elements of a gated layer: gate, up, their product and the output."""
+    return tokens * (3 * intermediate + hidden)
 
 
 def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> int:
@@ -77,9 +82,9 @@ def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> 
 
     Without expert parallelism the intermediate size of an expert is split over all ranks.
     """
-    size, hidden = DTYPES[shape.dtype], shape.hidden
+    size, hidden, spread = DTYPES[shape.dtype], shape.hidden, spreads_tokens(shape, layout)
     middle = experts.intermediate if layout.expert_parallel else experts.intermediate // layout.ranks
-    own = -(-step.tokens // layout.tensor) if layout.spreads_tokens else step.tokens
+    own = -(-step.tokens // layout.tensor) if spread else step.tokens
     shared = own * hidden * size if experts.shared else 0
     # the gate's logits in the model's dtype, in float32, and the scores that choose
     scores = own * experts.count * (size + 2 * FLOAT)
@@ -87,10 +92,10 @@ def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> 
         rows = -(-step.tokens // layout.tensor) * experts.top_k
         held = 3 * rows * hidden + rows * max(3 * middle, middle + hidden)
         return shared + scores + (held + step.tokens * hidden) * size
-    tokens = own * layout.tensor * layout.data if layout.spreads_tokens else own * layout.data
-    gathered = tokens * hidden if layout.data > 1 else 0
+    tokens = own * layout.tensor * layout.data if spread else own * layout.data
+    gathered = tokens * hidden + (own * hidden if spread else 0) if layout.data > 1 else 0
     rows = tokens * experts.top_k
-    held = rows * hidden + rows * max(3 * middle, middle + hidden) + tokens * hidden
+    held = rows * hidden + max(rows * max(3 * middle, middle + hidden), (rows + tokens) * hidden)
     return shared + scores + (gathered + held) * size
 
 

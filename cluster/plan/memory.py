@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .activations import Step, activations
 from .model import DTYPES, ModelShape
-from .weights import Layout, Part, derived, weights
+from .weights import Layout, Part, derived, spreads_tokens, weights
 
 GIB = 1 << 30
 BLOCK = 128
@@ -154,9 +154,9 @@ def hccl_groups(shape: ModelShape, layout: Layout, *, all_to_all: bool) -> tuple
     where rows go to their experts by all-to-all.
     """
     names = ["tensor parallel"] if layout.tensor > 1 else []
-    if shape.experts and layout.data > 1 and not layout.spreads_tokens:
+    if shape.experts and layout.data > 1 and not spreads_tokens(shape, layout):
         names.append("data parallel")
-    if layout.spreads_tokens or all_to_all:
+    if spreads_tokens(shape, layout) or all_to_all:
         names.append("expert parallel")
     return tuple(names)
 

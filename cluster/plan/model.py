@@ -40,8 +40,8 @@ class Experts:
     """Whether the choice has a learnt float32 bias."""
     gate_bytes: int | None
     """Bytes of an element of the gate; None: as the model."""
-    shared_follow_tokens: bool
-    """Whether the shared experts are whole on each rank where tokens are spread over tensor-parallel ranks."""
+    spread: bool
+    """Whether vLLM's model can spread tokens over tensor-parallel ranks; its shared experts are then whole on each."""
     layers: frozenset[int]
     """Which layers have them; the others have a plain feed-forward layer."""
 
@@ -68,8 +68,6 @@ class ModelShape:
     rotary_positions: int
     rotary: int
     """Rotated elements of a head."""
-    rotary_bytes: int | None
-    """Bytes of an element of the table of cosines and sines; None: as the model."""
     max_length: int
     dtype: str
     latent: Latent | None = None
@@ -100,7 +98,6 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelS
     latent = _latent(number) if kind in LATENT else None
     rotary = latent.rope if latent else int(head * _rotary_part(config))
     positions = number("max_position_embeddings")
-    stretched, scaled = _positions(config, positions)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return ModelShape(
         model_type=str(kind),
@@ -116,9 +113,8 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelS
         out_bias=kind == "llama" and bool(config.get("attention_bias", False)),
         mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
         head_norms=kind in ("qwen3", "qwen3_moe") or (kind == "glm4_moe" and bool(config.get("use_qk_norm"))),
-        rotary_positions=stretched,
+        rotary_positions=_positions(config, positions),
         rotary=rotary,
-        rotary_bytes=4 if latent and scaled else None,
         max_length=positions,
         dtype=checks.choice(dtype, f"{where}: dtype", tuple(DTYPES)),
         latent=latent,
@@ -146,15 +142,13 @@ def _rotary_part(config: Mapping[str, Any]) -> float:
     return float(default if given is None else given)
 
 
-def _positions(config: Mapping[str, Any], positions: int) -> tuple[int, bool]:
-    """Rows of vLLM's table of cosines and sines, and whether it is one of YaRN: as long as the original
-    context times the factor.
-    """
+def _positions(config: Mapping[str, Any], positions: int) -> int:
+    """Rows of vLLM's table of cosines and sines; YaRN's is as long as the original context times the factor."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type")) != "yarn":
-        return positions, False
+        return positions
     original = scaling.get("original_max_position_embeddings") or positions
-    return int(original * scaling["factor"]), True
+    return int(original * scaling["factor"])
 
 
 def _latent(number: _Numbers) -> Latent:
@@ -193,6 +187,6 @@ def _experts(kind: str, config: Mapping[str, Any], number: _Numbers) -> Experts 
         shared=shared,
         biased=biased,
         gate_bytes=4 if kind == "glm4_moe" else None,
-        shared_follow_tokens=kind in LATENT,
+        spread=kind in (*LATENT, "qwen3_moe"),
         layers=having,
     )

@@ -31,13 +31,6 @@ class Layout:
         """Ranks that the experts are spread over; 1 without expert parallelism."""
         return self.ranks if self.expert_parallel else 1
 
-    @property
-    def spreads_tokens(self) -> bool:
-        """Whether vLLM spreads the tokens of a replica over its ranks around the experts
-        (``ParallelConfig.use_sequence_parallel_moe``).
-        """
-        return self.expert_parallel and self.tensor > 1 and self.data > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -46,6 +39,14 @@ class Part:
     name: str
     elements: int
     bytes: int
+
+
+def spreads_tokens(shape: ModelShape, layout: Layout) -> bool:
+    """Whether vLLM spreads the tokens of a replica over its ranks around the experts
+    (``ParallelConfig.use_sequence_parallel_moe``, and models that heed it).
+    """
+    together = layout.expert_parallel and layout.tensor > 1 and layout.data > 1
+    return together and shape.experts is not None and shape.experts.spread
 
 
 def check(shape: ModelShape, layout: Layout) -> None:
@@ -131,7 +132,9 @@ def _latent(shape: ModelShape, latent: Latent, layout: Layout) -> int:
         elements += shape.hidden * latent.q_rank + latent.q_rank + latent.q_rank * heads * shape.head
     else:
         elements += shape.hidden * heads * shape.head
-    return elements + latent.kv_rank * heads * (latent.nope + latent.value) + heads * latent.value * shape.hidden
+    return (
+        elements + latent.kv_rank * heads * (latent.nope + latent.value) + heads * latent.value * shape.hidden
+    )
 
 
 def _experts(shape: ModelShape, experts: Experts, layout: Layout, size: int) -> Iterator[Part]:
@@ -146,7 +149,7 @@ def _experts(shape: ModelShape, experts: Experts, layout: Layout, size: int) -> 
     held = layers * whole // layout.ranks
     yield Part(name="experts", elements=held, bytes=held * size)
     if experts.shared:
-        ranks = 1 if layout.spreads_tokens and experts.shared_follow_tokens else layout.tensor
+        ranks = 1 if spreads_tokens(shape, layout) else layout.tensor
         if experts.shared % ranks:
             raise ValueError(
                 f"tensor_parallel_size {ranks} does not divide its shared experts' size {experts.shared}"
@@ -163,7 +166,7 @@ def derived(shape: ModelShape, layout: Layout) -> list[Part]:
     """
     size = DTYPES[shape.dtype]
     table = shape.rotary_positions * shape.rotary
-    parts = [Part(name="rotary table", elements=table, bytes=table * (shape.rotary_bytes or size))]
+    parts = [Part(name="rotary table", elements=table, bytes=table * size)]
     if shape.latent:
         heads = shape.heads // layout.tensor
         up = shape.layers * heads * shape.latent.kv_rank * (shape.latent.nope + shape.latent.value)

@@ -11,7 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import npufleet.kernels.ops
-from npufleet.kernels.ops import activation, attention, kv_cache, mla, moe, norm, quant, rope, sampling
+from npufleet.kernels.ops import (
+    activation,
+    attention,
+    kv_cache,
+    mla,
+    moe,
+    norm,
+    quant,
+    quant_weight,
+    rope,
+    sampling,
+)
 
 from .paged import make_case
 
@@ -105,6 +116,13 @@ def quantized_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
     ):
         yield lambda tokens=tokens, bias=bias, dtype=dtype: quant.quant_matmul(
             int8(5, 64), weight, fp32, token_scale=tokens, bias=bias, dtype=dtype
+        )
+    packed = quant_weight.pack_int4(torch.ones(64, 16, dtype=torch.int32, device=device))
+    yield lambda: quant_weight.pack_int4(torch.ones(64, 16, dtype=torch.int32, device=device))
+    ones = torch.ones(2, 16, dtype=torch.bfloat16, device=device)
+    for scale, offset, group in ((ones[:1], None, 0), (ones, ones, 32)):
+        yield lambda scale=scale, offset=offset, group=group: quant_weight.int4_matmul(
+            x, packed, scale, offset=offset, bias=fp32[:16], group=group
         )
     scales, counts = (
         torch.ones(2, 96, dtype=torch.bfloat16, device=device),
@@ -205,7 +223,9 @@ def test_every_operator_in_the_source_is_called_by_the_samples(calls):
     assert called_in_source() and called_in_source() == seen
 
 
-def test_results_have_the_shape_and_dtype_of_the_meta_kernel(calls):
+def differences(func: Any, args: Any, kwargs: Any, result: Any) -> list[str] | None:
+    """Where a call's result differs from the Meta kernel's; None if the operator has no Meta kernel."""
+
     def to_meta(x: Any) -> Any:
         return (
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -213,20 +233,23 @@ def test_results_have_the_shape_and_dtype_of_the_meta_kernel(calls):
             else x
         )
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(qualified(func), "Meta"):
+        return None
+    real = tree_leaves(result)
+    wanted = tree_leaves(func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs)))
+    if len(real) != len(wanted):
+        return [f"{len(real)} results, {len(wanted)} of the Meta kernel"]
+    shown = [[x if x is None else (x.shape, x.dtype) for x in found] for found in (real, wanted)]
+    return [f"{got}, {want} of the Meta kernel" for got, want in zip(*shown, strict=True) if got != want]
+
+
+def test_results_have_the_shape_and_dtype_of_the_meta_kernel(calls):
     without = set()
     for func, args, kwargs, result in calls:
-        name = qualified(func)
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
-            without.add(name)
-            continue
-        expected = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
-        real, wanted = tree_leaves(result), tree_leaves(expected)
-        assert len(real) == len(wanted), name
-        for got, want in zip(real, wanted, strict=True):
-            if want is None:
-                assert got is None
-                continue
-            assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+        found = differences(func, args, kwargs, result)
+        if found is None:
+            without.add(qualified(func))
+        assert not found, (qualified(func), found)
     assert without == WITHOUT_META
 
 

@@ -1,0 +1,119 @@
+"""Which models the contract report looks at, in which layouts, and how one of them is compared with the ledger.
+
+Run as a script with a chip and names of models, it prints one line of JSON: it is the process whose virtual NPUs are
+of that chip.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from npufleet.cluster.plan.memory import Ledger, Limits, ledger
+from npufleet.cluster.plan.model import from_config
+from npufleet.cluster.plan.weights import Layout
+
+PUBLISHED = Path(__file__).resolve().parent / "published"
+DEVICES = {"A2": "virtual:16:Ascend910B3", "A3": "virtual:16:Ascend910_9391"}
+TOKENS, REQUESTS, LONGEST = 4096, 64, 32768
+"""Of the steps that are taken; requests are as long as this or as the model allows."""
+DENSE = {"A2": [(8, 1, False), (16, 1, False)], "A3": [(16, 1, False)]}
+LAYOUTS: dict[str, dict[str, list[tuple[int, int, bool]]]] = {
+    "llama-3-8b": {"A2": [(1, 1, False), (8, 1, False)], "A3": [(2, 1, False)]},
+    "llama-3-70b": DENSE,
+    "qwen2-72b": DENSE,
+    "qwen3-32b": {"A2": [(4, 1, False), (8, 1, False)], "A3": [(16, 1, False)]},
+    "mixtral-8x7b": {"A2": [(4, 1, False), (8, 1, True)], "A3": [(4, 2, True)]},
+    "qwen3-235b-a22b": {"A2": [(16, 1, True), (8, 2, True)], "A3": [(16, 1, True), (4, 8, True)]},
+    "glm-4.5-air": {"A2": [(8, 1, False), (8, 1, True)], "A3": [(8, 2, True)]},
+    "glm-4.5": {"A2": [(16, 1, True), (8, 2, True)], "A3": [(16, 1, True), (8, 4, True)]},
+    "deepseek-v2-lite": {"A2": [(1, 1, False), (4, 1, True)], "A3": [(2, 2, True)]},
+    "deepseek-v2": {"A2": [(16, 1, True), (8, 2, True)], "A3": [(16, 1, True), (4, 8, True)]},
+    "deepseek-v3": {"A2": [(16, 2, True), (8, 4, True)], "A3": [(16, 2, True), (4, 8, True), (8, 8, True)]},
+    "kimi-k2": {"A2": [(16, 4, True)], "A3": [(16, 2, True), (16, 4, True), (4, 16, True)]},
+}
+"""Model → chip → (tensor parallel, data parallel, expert parallel): layouts in use on nodes of 8 (A2) and 16 (A3)."""
+GROUPS = {"tp": "tensor parallel", "dp": "data parallel", "ep": "expert parallel"}
+TOLERANCE = 0.01
+"""By how much a step may take more memory than the ledger says: small tensors that it does not count."""
+
+
+def limits(config: dict[str, Any], chip: str) -> Limits:
+    """What bounds the steps that are taken."""
+    return Limits(
+        chip=chip,
+        max_num_batched_tokens=TOKENS,
+        max_num_seqs=REQUESTS,
+        max_model_len=min(config["max_position_embeddings"], LONGEST),
+    )
+
+
+def examine(name: str, chip: str, layout: tuple[int, int, bool]) -> dict[str, Any]:
+    """The forward pass of one rank, held against the ledger; plain data for the page."""
+    from contract_forward import Case, Outcome, run
+
+    published = json.loads((PUBLISHED / f"{name}.json").read_text())
+    config, (tensor, data, expert_parallel) = published["config"], layout
+    bounds = limits(config, chip)
+    planned = ledger(
+        from_config(config), Layout(tensor=tensor, data=data, expert_parallel=expert_parallel), bounds
+    )
+    assert bounds.max_model_len is not None
+    case = Case(
+        name=name,
+        config=config,
+        tensor=tensor,
+        data=data,
+        expert_parallel=expert_parallel,
+        tokens=TOKENS,
+        requests=REQUESTS,
+        max_model_len=bounds.max_model_len,
+    )
+    found: Outcome = run(case)
+    text = f"TP{tensor}" + (f" DP{data}" if data > 1 else "")
+    return {
+        "name": name,
+        "model": published["model"],
+        "chip": chip,
+        "layout": text + (f" EP{tensor * data}" if expert_parallel else ""),
+        "ranks": tensor * data,
+        "found": asdict(found),
+        "weights": planned.weight_bytes,
+        "activations": planned.activations,
+        "graphs": planned.graphs,
+        "hccl": planned.hccl,
+        "groups": planned.groups,
+        "kv_tokens": planned.kv_tokens,
+        "fits": planned.fits,
+        "errors": [*found.errors, *against(planned, asdict(found))],
+    }
+
+
+def against(planned: Ledger, found: dict[str, Any]) -> list[str]:
+    """Where the ledger is not what the model counts."""
+    pairs = {
+        "elements of weights": (sum(part.elements for part in planned.weights), found["elements"]),
+        "bytes of weights": (sum(part.bytes for part in planned.weights), found["weights"]),
+        "bytes derived from weights": (sum(part.bytes for part in planned.derived), found["derived"]),
+        "bytes of KV cache per token": (planned.kv_per_token, found["kv_per_token"]),
+        "HCCL groups": (sorted(planned.groups), sorted(GROUPS.get(x, x) for x in found["groups"])),
+    }
+    errors = [f"{what}: the ledger has {a}, the model {b}" for what, (a, b) in pairs.items() if a != b]
+    peak = max(found["activations"].values())
+    if not peak * (1 - TOLERANCE) <= planned.activations:
+        errors.append(f"activations: the ledger has {planned.activations} bytes, a step took {peak}")
+    return errors
+
+
+def main() -> None:
+    """``contract_cases.py CHIP MODEL …``: examine the models in their layouts on the chip."""
+    chip, names = sys.argv[1], sys.argv[2:]
+    rows = [examine(name, chip, layout) for name in names for layout in LAYOUTS[name][chip]]
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
