@@ -50,5 +50,8 @@ seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and c
 bench-plugin: setup ## Device operations per layer and step against plain layers, host overhead, bytes of collectives
 	$(BIN)/python -m benchmarks.plugin
 
+contract: setup ## Hold every torch_npu call and full-size models' shapes and memory against their references; writes docs/contract.md
+	$(BIN)/python benchmarks/contract.py
+
 clean: ## Remove the environment and build products
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache

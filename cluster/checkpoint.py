@@ -82,10 +82,15 @@ def _config(source: Path) -> dict[str, Any]:
         raise ValueError(
             f"its source is {str(source)!r}; expected a folder with a Hugging Face checkpoint (config.json)"
         )
-    return _json(file)
+    return read_json(file)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in ``file``.
+
+    Raises:
+        ValueError: if it cannot be read or holds something else.
+    """
     try:
         found = json.loads(file.read_bytes())
     except OSError as error:
@@ -126,7 +131,7 @@ def _check_weights(source: Path) -> dict[str, Shape]:
 
 
 def _check_index(source: Path) -> dict[str, Shape]:
-    listed = _json(source / INDEX).get("weight_map")
+    listed = read_json(source / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ValueError(f"{source / INDEX} has no weight_map from tensor names to file names")
     files: dict[str, dict[str, Shape]] = {}
@@ -177,7 +182,7 @@ def tensors(file: Path) -> dict[str, Shape]:
 def _check_tokenizer(source: Path) -> None:
     for file in (source / "tokenizer.json", source / "tokenizer_config.json"):
         if file.is_file():
-            _json(file)
+            read_json(file)
     for path in source.iterdir():
         if path.name.startswith(_TOKENIZERS) or path.name.endswith(_TOKENIZER_ENDINGS):
             return

@@ -1,4 +1,4 @@
-"""The command line: ``npufleet serve | status | stop | doctor | virtual-npu | version``.
+"""The command line: ``npufleet serve | status | stop | plan | doctor | virtual-npu | version``.
 
 Nothing heavy is imported until a command needs it, so that help and errors come at once.
 """
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from .config import DEVICES
+from .plan.command import add_arguments as add_plan_arguments
 from .targets import DEMO_QUESTION
 
 _EPILOG = """\
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     stop = commands.add_parser("stop", help="stop the running fleet")
     stop.add_argument("--name", help="which fleet, if several run here")
     stop.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (default %(default)s)")
+    add_plan_arguments(commands)
     doctor = commands.add_parser("doctor", help="check that this machine is ready to serve")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
@@ -139,6 +141,12 @@ def _stop(args: argparse.Namespace) -> int:
     return 1
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from .plan.command import run
+
+    return run(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -184,6 +192,7 @@ _COMMANDS = {
     "serve": _serve,
     "status": _status,
     "stop": _stop,
+    "plan": _plan,
     "doctor": _doctor,
     "virtual-npu": _virtual_npu,
     "version": _version,

@@ -1,0 +1,212 @@
+"""``npufleet plan memory``: the memory ledger of a fleet's models or of one checkpoint, and whether they fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint, checks, config
+from .memory import CHIPS, GIB, HCCL_BUFFERS, Ledger, Limits, ledger
+from .model import from_config
+from .weights import Layout
+
+_EPILOG = """\
+examples:
+  npufleet plan memory fleet.yaml
+  npufleet plan memory ./Qwen3-32B --tensor-parallel 4
+  npufleet plan memory ./DeepSeek-V3/config.json --tensor-parallel 4 --data-parallel 8 --expert-parallel --chip A3
+"""
+_NUMBERS = {
+    "max_model_len": "tokens of the longest request",
+    "max_num_batched_tokens": "tokens of the largest step",
+    "max_num_seqs": "requests of the largest step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A model to plan for: its configuration and vLLM's engine arguments."""
+
+    name: str
+    file: Path
+    engine: Mapping[str, Any]
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``plan`` to the command line."""
+    plan = commands.add_parser("plan", help="what a model needs, before anything starts")
+    kinds = plan.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    memory = kinds.add_parser(
+        "memory",
+        help="memory per NPU, whether it fits, tokens of KV cache",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    memory.add_argument("target", metavar="CONFIG.yaml|MODEL_DIR|config.json", help="what to plan for")
+    memory.add_argument("--tensor-parallel", type=int, metavar="N", help="NPUs that share each layer")
+    memory.add_argument("--data-parallel", type=int, metavar="N", help="replicas that step together")
+    memory.add_argument("--expert-parallel", action="store_true", help="whole experts on each rank")
+    for name, text in _NUMBERS.items():
+        memory.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    memory.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of an NPU's memory")
+    memory.add_argument("--chip", choices=CHIPS, default=CHIPS[0], help="default: %(default)s")
+    memory.add_argument(
+        "--hbm", type=float, default=64.0, metavar="GIB", help="per NPU (default %(default)g)"
+    )
+    memory.add_argument(
+        "--hccl-buffsize", type=int, default=200, metavar="MB", help="HCCL_BUFFSIZE (default %(default)s)"
+    )
+    memory.add_argument("--json", action="store_true", help="print the ledgers as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the ledgers; 0 if every model fits, 1 if one does not.
+
+    Raises:
+        ValueError: for a configuration that cannot be read or planned for.
+    """
+    ledgers = [(wanted, plan(wanted, args)) for wanted in find(Path(args.target))]
+    if args.json:
+        print(json.dumps([as_data(wanted, found) for wanted, found in ledgers], indent=2))
+    else:
+        print("\n\n".join("\n".join(render(wanted.name, found)) for wanted, found in ledgers))
+    return 0 if all(found.fits for _, found in ledgers) else 1
+
+
+def find(target: Path) -> list[Wanted]:
+    """The models of a FleetConfig file, or the one of a checkpoint's folder or its config.json.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if target.suffix in (".yaml", ".yml"):
+        return [
+            Wanted(name=model.name, file=Path(model.source) / "config.json", engine=model.engine)
+            for model in config.from_yaml(target).models
+        ]
+    file = target / "config.json" if target.is_dir() else target
+    if file.suffix != ".json" or not file.is_file():
+        raise ValueError(
+            f"{target}: expected a FleetConfig (.yaml), a folder with a Hugging Face checkpoint (config.json) "
+            "or its config.json"
+        )
+    return [Wanted(name=file.resolve().parent.name, file=file, engine={})]
+
+
+def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
+    """The ledger of one model; what the command line says wins over the engine arguments.
+
+    Raises:
+        ValueError: for a model or an argument that the ledger does not know.
+    """
+    engine, where = wanted.engine, f"model {wanted.name!r}"
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if engine.get(name, 1) != 1:
+            raise ValueError(f"{where}: {name} is {engine[name]!r}; memory is planned for 1 only")
+    for name in ("quantization", "hf_overrides", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        if engine.get(name):
+            raise ValueError(
+                f"{where}: memory cannot be planned with {name}; leave it out to plan without it"
+            )
+    details = dict(checkpoint.read_json(wanted.file))
+    if engine.get("dtype", "auto") != "auto":
+        details["dtype"] = engine["dtype"]
+
+    def number(name: str, option: int | None, default: int | None) -> int | None:
+        given = engine.get(name, default) if option is None else option
+        return None if given is None else checks.integer(given, f"{where}: {name}", 1, 1 << 30)
+
+    sizes = {
+        name: number(name, getattr(args, name), default)
+        for name, default in (
+            ("max_model_len", None),
+            ("max_num_batched_tokens", 2048),
+            ("max_num_seqs", 256),
+        )
+    }
+    share = args.gpu_memory_utilization or engine.get("gpu_memory_utilization", Limits.gpu_memory_utilization)
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"{where}: gpu_memory_utilization is {share!r}; expected more than 0 and at most 1")
+    if args.hbm <= 0:
+        raise ValueError(f"--hbm is {args.hbm:g}; expected more than 0 GiB")
+    limits = Limits(
+        **{name: size for name, size in sizes.items() if size is not None},
+        gpu_memory_utilization=share,
+        enforce_eager=bool(engine.get("enforce_eager", False)),
+        hbm=int(args.hbm * GIB),
+        hccl_buffsize=checks.integer(args.hccl_buffsize, "--hccl-buffsize", 1, 1 << 20),
+        chip=args.chip,
+    )
+    layout = Layout(
+        tensor=number("tensor_parallel_size", args.tensor_parallel, 1) or 1,
+        data=number("data_parallel_size", args.data_parallel, 1) or 1,
+        expert_parallel=args.expert_parallel or bool(engine.get("enable_expert_parallel", False)),
+    )
+    try:
+        return ledger(from_config(details, str(wanted.file)), layout, limits)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def render(name: str, found: Ledger) -> Iterator[str]:
+    """The ledger as lines for a terminal."""
+    layout, limits, shape = found.layout, found.limits, found.shape
+    split = f"tensor parallel {layout.tensor}, data parallel {layout.data}"
+    if shape.experts:
+        ranks = layout.expert_ranks
+        split += f", experts {f'spread over {ranks} ranks' if layout.expert_parallel else 'sliced'}"
+    yield f"{name} ({shape.model_type}, {shape.dtype}) on {layout.ranks} × {limits.chip}: {split}"
+    yield f"one NPU: {limits.hbm / GIB:.1f} GiB, of which vLLM may use {found.budget / GIB:.2f}"
+    for part in (*found.weights, *found.derived):
+        yield _line(part.name, part.bytes)
+    yield _line(f"activations of {limits.max_num_batched_tokens:,} tokens", found.activations)
+    yield _line("graph pool", found.graphs)
+    groups = ", ".join(found.groups) or "none"
+    yield _line(f"HCCL, {HCCL_BUFFERS} × {limits.hccl_buffsize} MB a group: {groups}", found.hccl)
+    yield _line("left for the KV cache", found.budget - found.used)
+    requests = found.kv_tokens / found.max_length
+    yield (
+        f"KV cache: {found.kv_per_token:,} bytes a token, {found.kv_tokens:,} tokens, "
+        f"{requests:.2f} requests of {found.max_length:,}"
+    )
+    yield "fits" if found.fits else f"DOES NOT FIT: {advice(found)}"
+
+
+def advice(found: Ledger) -> str:
+    """What would make it fit."""
+    if found.kv_tokens:
+        return f"lower max_model_len to {found.kv_tokens:,}, or use more NPUs per engine"
+    missing = (found.used - found.budget) / GIB
+    ways = "a larger tensor_parallel_size"
+    if found.shape.experts:
+        ways += ", or enable_expert_parallel with a larger data_parallel_size"
+    return f"{max(missing, 0):.2f} GiB are missing before any KV cache; use {ways}"
+
+
+def as_data(wanted: Wanted, found: Ledger) -> dict[str, Any]:
+    """The ledger as plain data. Bytes."""
+    return {
+        "model": wanted.name,
+        "layout": asdict(found.layout),
+        "limits": asdict(found.limits),
+        "weights": {part.name: part.bytes for part in found.weights},
+        "derived": {part.name: part.bytes for part in found.derived},
+        "activations": found.activations,
+        "graphs": found.graphs,
+        "hccl": {"groups": list(found.groups), "bytes": found.hccl},
+        "budget": found.budget,
+        "used": found.used,
+        "kv": {"bytes_per_token": found.kv_per_token, "tokens": found.kv_tokens},
+        "fits": found.fits,
+    }
+
+
+def _line(text: str, size: int) -> str:
+    amount = size / GIB
+    digits = 2 if math.isclose(amount, 0) or abs(amount) >= 0.005 else 4
+    return f"  {text:<64} {amount:>9.{digits}f} GiB"
