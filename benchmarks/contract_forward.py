@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # gives the collectives shapes  # noqa: F401
+import torch.distributed._tools.fake_collectives  # gives the collectives shapes
 from contract_steps import StepSizes, metadata
 from contract_watch import Watch
 from torch._subclasses.fake_tensor import FakeTensorMode

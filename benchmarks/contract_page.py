@@ -22,17 +22,31 @@ MODELS = """
 
 One rank of each model as vLLM builds it on this platform, with the published configuration and all of its layers, made
 of FakeTensors on the device `npu`: shapes without data. It takes a prefill of new tokens, a prefill behind earlier
-tokens, and a decode step ({tokens} tokens, {requests} requests, at most {longest} tokens each). Every torch_npu operator's shapes
-are given to its reference too, which refuses what the device documents as refused. The other ranks are a process group
-that moves nothing; where rows are sent to their experts, the host is told that they are spread evenly.
+tokens, and a decode step ({tokens} tokens, {requests} requests, at most {longest} tokens each). The shapes of every
+torch_npu operator are given to its reference too, which refuses what the device documents as refused. The other ranks
+are a process group that moves nothing; where rows are sent to their experts, the host is told that they are spread
+evenly.
 
 Weights are in bfloat16 whatever the published format is; layers for multi-token prediction are left out. Sizes are GiB
-per NPU of 64 GiB, of which 92 % may be used. *Traced* is the most that the tensors of a step took. All other columns are
-the ledger of `npufleet plan memory`, whose weights, tables, bytes of KV cache and HCCL groups equal those of the model.
+per NPU of 64 GiB, of which 92 % may be used. *Traced* is the most that the tensors of a step took. The other columns
+are the ledger of `npufleet plan memory`: its weights, tables, bytes of KV cache and HCCL groups equal the model's.
 
-| model | chip | layout | parameters of a rank | weights | activations | traced | graphs | HCCL | KV bytes / token | KV tokens | longest request fits | operators (distinct shapes) |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
+COLUMNS = (
+    "model",
+    "chip",
+    "layout",
+    "parameters of a rank",
+    "weights",
+    "activations",
+    "traced",
+    "graphs",
+    "HCCL",
+    "KV bytes / token",
+    "KV tokens",
+    "longest request fits",
+    "operators (distinct shapes)",
+)
 
 LEGEND = """
 Without the device it is not known what operators take as workspace and what the driver keeps for each captured graph:
@@ -51,7 +65,8 @@ def render(operators: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         schema = operator["schema"].replace("|", "\\|")
         lines.append(f"| `{name}` | {operator['samples']} | {verdict} | `{schema}` |")
     text = "\n".join(lines) + "\n"
-    text += MODELS.format(tokens=f"{TOKENS:,}", requests=REQUESTS, longest=f"{LONGEST:,}").rstrip("\n") + "\n"
+    text += MODELS.format(tokens=f"{TOKENS:,}", requests=REQUESTS, longest=f"{LONGEST:,}")
+    text += f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
     return text + "".join(_row(row) for row in rows) + LEGEND
 
 

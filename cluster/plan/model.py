@@ -85,13 +85,7 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelS
     known = (*DENSE, *MOE, *LATENT)
     if kind not in known:
         raise ValueError(f"{where}: model_type is {kind!r}; the memory of these is known: {', '.join(known)}")
-    quantized = config.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise ValueError(
-            f"{where}: its weights are quantized ({method}); the plan counts bfloat16, float16 and float32 "
-            "weights. Remove quantization_config from a copy of the file to plan for unquantized weights"
-        )
+    _check_quantization(config.get("quantization_config"), where)
     number = _Numbers(config, where)
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     head = config.get("head_dim") or hidden // heads
@@ -120,6 +114,22 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelS
         latent=latent,
         experts=_experts(str(kind), config, number) if kind not in DENSE else None,
     )
+
+
+def _check_quantization(found: Any, where: str) -> None:
+    """Blocks of 8-bit floating point pass: they become the model's dtype when they are loaded
+    (``plugin/quantization/fp8_block.py``).
+    """
+    if not found:
+        return
+    details = found if isinstance(found, Mapping) else {"quant_method": found}
+    method = details.get("quant_method")
+    if method != "fp8" or not details.get("weight_block_size"):
+        raise ValueError(
+            f"{where}: its weights are quantized ({method}); the plan counts bfloat16, float16 and float32 "
+            "weights, and blocks of 8-bit floating point, which are served as bfloat16. Remove "
+            "quantization_config from a copy of the file to plan for unquantized weights"
+        )
 
 
 class _Numbers:

@@ -143,6 +143,11 @@ def test_published_models_have_their_published_size(file: Path) -> None:
         assert count == published["parameters"]
 
 
+def test_blocks_of_8_bits_are_served_as_16() -> None:
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert from_config(config("deepseek_v3") | blocks) == from_config(config("deepseek_v3"))
+
+
 def test_spread_tokens_take_whole_shared_experts() -> None:
     shape = from_config(config("deepseek_v3"))
     spread, split_up = (Layout(tensor=2, data=data, expert_parallel=True) for data in (2, 1))
