@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,26 @@ def serve_streams(settings: dict[str, Any]) -> None:
     asyncio.run(run())
 
 
+def profiled(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """Seconds that ``steps`` steps spend in each Python file; what is written in C counts for the file that called."""
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        step()
+    profiler.disable()
+    files: dict[str, float] = {}
+    for (file, _, _), (_, _, own, _, callers) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        shares = {file: own} if file != "~" else {}
+        for (caller, _, _), (_, _, share, _) in callers.items() if file == "~" else ():
+            shares[caller] = shares.get(caller, 0.0) + share
+        for name, seconds in shares.items():
+            files[name] = files.get(name, 0.0) + seconds
+    return files
+
+
 def serve_steps(settings: dict[str, Any]) -> None:
     """Decode steps one by one, {batch, steps}: milliseconds, and what reached the virtual NPU."""
     import vllm
@@ -154,7 +175,8 @@ def serve_steps(settings: dict[str, Any]) -> None:
     say(loaded=True)
     for turn, line in enumerate(sys.stdin):
         order = json.loads(line)
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=order["steps"] + 20, ignore_eos=True)
+        room = order["steps"] + order.get("profile", 0) + 20
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
         names = [f"{turn}-{index}" for index in range(order["batch"])]
         for name in names:
             engine.add_request(name, {"prompt_token_ids": [5, 6, 7, 8]}, params)
@@ -168,6 +190,7 @@ def serve_steps(settings: dict[str, Any]) -> None:
             times.append(1000 * (time.perf_counter() - began))
         busy = time.process_time() - busy
         seen = counters.read()
+        profile = profiled(engine.step, order["profile"]) if "profile" in order else {}
         most = sorted(seen.ops.items(), key=lambda item: -item[1])[:8]
         engine.abort_request(names, internal=False)
         while engine.has_unfinished_requests():
@@ -178,6 +201,8 @@ def serve_steps(settings: dict[str, Any]) -> None:
             ms_p90=sorted(times)[int(0.9 * len(times))],
             calls=seen.calls / order["steps"],
             waits=sum(seen.syncs.values()) / order["steps"],
+            waits_by_kind={name: count / order["steps"] for name, count in seen.syncs.items()},
+            profile=profile,
             most_called={name: round(calls / order["steps"], 1) for name, calls in most},
         )
 
