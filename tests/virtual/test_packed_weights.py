@@ -6,6 +6,9 @@ import torch.nn.functional as F
 
 from npufleet.kernels.virtual import counters
 
+from .hccl_launch import Place, values
+from .hccl_torch import world
+
 ROWS, COLUMNS = 512, 256
 
 
@@ -90,3 +93,53 @@ def test_a_graph_that_writes_a_weight(used):
             last = new
         graph.replay()
         torch.testing.assert_close(out.cpu(), F.linear(cpu_x, last), rtol=2e-2, atol=2e-1)
+
+
+def _receive(place: Place) -> dict[str, float]:
+    """Largest errors of a product after each collective that wrote its weight, which was packed before."""
+    import torch.distributed as dist
+
+    def on(rank: int) -> torch.Tensor:
+        return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+    def fill(weight: torch.Tensor, how: str) -> torch.Tensor:
+        """Run one collective; what the weight must then be."""
+        if how == "broadcast":
+            dist.broadcast(weight, 1)
+            return on(1)
+        if how == "all-reduce":
+            dist.all_reduce(weight)
+            return (on(0).float() + on(1).float()).bfloat16()
+        if how == "all-gather":
+            dist.all_gather_into_tensor(weight, on(place.rank)[: ROWS // 2].npu())
+            return torch.cat([on(0)[: ROWS // 2], on(1)[: ROWS // 2]])
+        if how == "all-to-all":
+            dist.all_to_all_single(weight, on(place.rank).npu())
+            half = slice(place.rank * ROWS // 2, (place.rank + 1) * ROWS // 2)
+            return torch.cat([on(0)[half], on(1)[half]])
+        if place.rank == 0:
+            dist.send(on(0).npu(), 1)
+            return weight.cpu()
+        dist.recv(weight, 0)
+        return on(0)
+
+    errors = {}
+    x = torch.randn(3, COLUMNS).bfloat16()
+    with torch.inference_mode():
+        for how in ("broadcast", "all-reduce", "all-gather", "all-to-all", "receive"):
+            weight = on(place.rank).npu()
+            counters.reset()
+            for _ in range(300):
+                F.linear(x.npu(), weight)
+                if packed_uses():
+                    break
+            assert packed_uses(), how
+            expected = fill(weight, how)
+            got = F.linear(x.npu(), weight).cpu()
+            errors[how] = float((got - F.linear(x, expected)).abs().max())
+    return errors
+
+
+def test_collectives_write_weights_too(used):
+    for errors in values(world(_receive, 2)):
+        assert max(errors.values()) < 0.5, errors
