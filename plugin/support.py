@@ -21,6 +21,9 @@ def apply_defaults(config: "VllmConfig") -> None:
     from vllm.config import CUDAGraphMode
     from vllm.config.compilation import CompilationMode
 
+    from .quantization.modelslim import recognise
+
+    recognise(config)
     compilation = config.compilation_config
     if compilation.mode not in (None, CompilationMode.NONE):
         logger.info_once(
@@ -52,8 +55,10 @@ def check_config(config: "VllmConfig") -> None:
     :raises ValueError: an unsupported feature, with what to use in its stead.
     """
     from .moe.support import check_experts
+    from .quantization import check_configuration
 
-    for check in (_check_runner, _check_parallel, _check_cache, _check_model, check_experts, _check_features):
+    checks = (_check_runner, _check_parallel, _check_cache, _check_model, check_experts, _check_features)
+    for check in (*checks, check_configuration):
         check(config)
     _settle_graphs(config)
     if config.parallel_config.worker_cls == "auto":

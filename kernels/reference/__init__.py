@@ -17,6 +17,7 @@ from . import (  # noqa: F401
     moe,
     norm,
     quant,
+    quant_weight,
     rope,
     sampling,
 )

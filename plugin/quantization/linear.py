@@ -45,10 +45,30 @@ class NPUInt8LinearKernel(Int8ScaledMMLinearKernel):
         return apply_dynamic(layer, x, bias)
 
 
+def await_scales(*scales: torch.Tensor | None) -> None:
+    """Mark scales as not loaded: vLLM does not miss parameters that a quantized checkpoint lacks."""
+    for scale in scales:
+        if scale is not None:
+            scale.data.fill_(float("nan"))
+
+
+def check_scales(layer_name: str, *scales: torch.Tensor | None) -> None:
+    """:raises ValueError: scales that :func:`await_scales` has marked and the checkpoint did not give."""
+    if any(scale is not None and bool(scale.isnan().any()) for scale in scales):
+        raise ValueError(
+            f"{layer_name}: the checkpoint has no scales for this layer; name it among the layers that are not "
+            "quantized, or quantize it"
+        )
+
+
 def layout_weight(layer: torch.nn.Module, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Replace ``weight`` int8 [out, in] by [in, out], ``weight_scale`` by fp32 [out]."""
-    replace_parameter(layer, "weight", _frozen(weight.data.t().contiguous()))
-    replace_parameter(layer, "weight_scale", _frozen(scale.data.float().flatten().contiguous()))
+    """Replace ``weight`` int8 [out, in] by [in, out], ``weight_scale`` by fp32 [out].
+
+    :raises ValueError: the checkpoint gave no scales.
+    """
+    check_scales(name_of(layer), scale, getattr(layer, "input_scale", None))
+    replace_parameter(layer, "weight", frozen(weight.data.t().contiguous()))
+    replace_parameter(layer, "weight_scale", frozen(scale.data.float().flatten().contiguous()))
 
 
 def join_input_scales(
@@ -65,15 +85,15 @@ def join_input_scales(
     joined = input_scale.max() if zero_point is None else (largest - smallest) / 255
     point = (-128 - smallest / joined).round() if zero_point is not None else torch.zeros_like(joined)
     scale = layer.weight_scale.data * joined
-    replace_parameter(layer, "input_scale", _frozen(joined.float().reshape(1)))
-    layer.output_scale = _frozen(scale)
-    layer.input_point = None if zero_point is None else _frozen(point.int().reshape(1))
+    replace_parameter(layer, "input_scale", frozen(joined.float().reshape(1)))
+    layer.output_scale = frozen(scale)
+    layer.input_point = None if zero_point is None else frozen(point.int().reshape(1))
     layer.constant = layer.constant_with_bias = None
     if zero_point is not None:
         constant = -point * layer.weight.data.sum(0, dtype=torch.int32).float() * scale
-        layer.constant = _frozen(constant)
+        layer.constant = frozen(constant)
         if getattr(layer, "bias", None) is not None:
-            layer.constant_with_bias = _frozen(constant + layer.bias.data.float())
+            layer.constant_with_bias = frozen(constant + layer.bias.data.float())
 
 
 def apply_dynamic(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -85,6 +105,19 @@ def apply_dynamic(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | 
     return out.view(*x.shape[:-1], -1)
 
 
+def check_static_layer(name: str) -> None:
+    """Refuse static activations where a layer's weight is needed by itself.
+
+    :raises ValueError: the layer that latent attention takes apart. vLLM reads its weight by passing the identity
+        through it, whose ones a scale made for activations does not hold.
+    """
+    if name.rpartition(".")[2] == "kv_b_proj":
+        raise ValueError(
+            f"{name}: static activations are not supported on NPU for this layer; leave it unquantized, or quantize "
+            "its activations dynamically"
+        )
+
+
 def apply_static(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., in] quantized by the layer's input scale, times its weight: [..., out]."""
     if layer.constant is not None:
@@ -94,5 +127,11 @@ def apply_static(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | N
     return out.view(*x.shape[:-1], -1)
 
 
-def _frozen(data: torch.Tensor) -> torch.nn.Parameter:
+def name_of(layer: torch.nn.Module) -> str:
+    """The layer's name in the model."""
+    return getattr(layer, "prefix", type(layer).__name__)
+
+
+def frozen(data: torch.Tensor) -> torch.nn.Parameter:
+    """``data`` as a parameter that nobody trains."""
     return torch.nn.Parameter(data, requires_grad=False)

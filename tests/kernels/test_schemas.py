@@ -34,6 +34,7 @@ WITHOUT_META = {
     "npu::npu_fused_infer_attention_score_v2.out",
     "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
     "npu::npu_gather_pa_kv_cache",
+    "npu::npu_convert_weight_to_int4pack",
 }
 NOT_OPERATORS = {"_C._weak_ref_tensor"}
 

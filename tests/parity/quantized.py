@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from .checkpoints import VOCAB
 from .reference import load, prompts
 
 Tensors = dict[str, torch.Tensor]
-LINEAR = re.compile(
-    r"\.(q|k|v|o|gate|up|down|q_a|q_b|kv_b|kv_a_proj_with_mqa|w1|w2|w3)(_proj|_proj_with_mqa)?\.weight$"
-)
+LINEAR = re.compile(r"\.((q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123])\.weight$")
 """The weights that are quantized: not embeddings, norms, the output matrix and the experts' router."""
 
 
@@ -155,6 +154,86 @@ def write_w8a8_static(source: Path, *, symmetric: bool) -> Quantized:
     return write(source, name, quantize, config, inputs=inputs)
 
 
+def write_modelslim(source: Path, *, static: bool) -> Quantized:
+    """ModelSlim's W8A8 (``static``) or W8A8_DYNAMIC; config.json stays as it was."""
+    inputs = calibrate(source, symmetric=False) if static else {}
+    plain = load_file(source / "model.safetensors")
+    kinds = dict.fromkeys(plain, "FLOAT")
+
+    def quantize(key: str, value: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        values, scale = by_channel(value)
+        scale, layer = scale.float(), key.removesuffix(".weight")
+        made = {key: values, f"{key}_scale": scale, f"{key}_offset": torch.zeros_like(scale)}
+        if static:
+            input_scale, zero = inputs[layer]
+            deq = input_scale * scale.flatten()
+            bias = plain.get(f"{layer}.bias", torch.zeros(len(deq)))
+            made |= {
+                f"{layer}.input_scale": torch.tensor([input_scale]),
+                f"{layer}.input_offset": torch.tensor([float(zero)]),
+                f"{layer}.deq_scale": deq,
+                f"{layer}.quant_bias": ((bias / deq).round() - zero * values.float().sum(1)).int(),
+            }
+        kinds.update(dict.fromkeys(made, "W8A8" if static else "W8A8_DYNAMIC"))
+        return made, values * scale
+
+    made = write(source, "slim-static" if static else "slim-dynamic", quantize, None, inputs=inputs)
+    description = made.path / "quant_model_description.json"
+    if not description.exists():
+        whole = {"model_quant_type": "W8A8" if static else "W8A8_DYNAMIC", "version": "1.0.0", **kinds}
+        description.write_text(json.dumps(whole))
+    return made
+
+
+def write_w4a16(source: Path, *, group: int, symmetric: bool) -> Quantized:
+    """llm-compressor's W4A16: eight 4-bit values in an int32 along the inputs, with scales by group (0: by channel)."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    def quantize(key: str, value: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        grouped = value.view(value.shape[0], -1, group or value.shape[1])
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scale = (torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15).bfloat16()
+        wide = scale.float().unsqueeze(-1)
+        zero = torch.zeros_like(wide) if symmetric else (-8 - low.unsqueeze(-1) / wide).round().clamp(-8, 7)
+        values = ((grouped / wide).round() + zero).clamp(-8, 7)
+        layer = key.removesuffix(".weight")
+        made = {
+            f"{layer}.weight_packed": pack_to_int32(values.flatten(1).to(torch.int8), 4),
+            f"{layer}.weight_scale": scale,
+            f"{layer}.weight_shape": torch.tensor(value.shape),
+        }
+        if not symmetric:
+            points = zero.squeeze(-1).to(torch.int8)
+            made[f"{layer}.weight_zero_point"] = pack_to_int32(points, 4, packed_dim=0)
+        return made, ((values - zero) * wide).flatten(1)
+
+    weights = {"num_bits": 4, "symmetric": symmetric, "strategy": "group" if group else "channel"}
+    config = compressed_tensors({**weights, "group_size": group or None}, None, "pack-quantized")
+    return write(source, f"w4a16-{group}-{symmetric}", quantize, config)
+
+
+def write_fp8_block(source: Path) -> Quantized:
+    """DeepSeek V3's layout: FP8 weights, ``weight_scale_inv`` for each block of 128 × 128."""
+
+    def quantize(key: str, value: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = (-(-size // 128) for size in value.shape)
+        padded = torch.nn.functional.pad(
+            value, (0, columns * 128 - value.shape[1], 0, rows * 128 - value.shape[0])
+        )
+        scale = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+        full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+        values = (value / full).to(torch.float8_e4m3fn)
+        return {key: values, f"{key}_scale_inv": scale}, values.float() * full
+
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    return write(source, "fp8", quantize, config)
+
+
 def fake_by_token(x: torch.Tensor) -> torch.Tensor:
     """x as int8 with one scale for each token holds it."""
     scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-20)
@@ -166,27 +245,41 @@ def fake_static(x: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
     return (((x.float() / scale).round() + zero).clamp(-128, 127).sub(zero) * scale).to(x.dtype)
 
 
+class _Activations(TorchFunctionMode):
+    """Quantizes and dequantizes what goes into the products whose weights are quantized."""
+
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, tuple[float, int]]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.seen = set[str]()
+        self.names = {
+            parameter.untyped_storage().data_ptr(): name.removesuffix(".weight")
+            for name, parameter in model.named_parameters()
+            if LINEAR.search(f".{name}") or name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            name = self.names.get(args[1].untyped_storage().data_ptr())
+            if name is not None:
+                self.seen.add(name)
+                given = self.inputs.get(name)
+                x = fake_by_token(args[0]) if given is None else fake_static(args[0], *given)
+                args = (x, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def quantized_activations(
     model: PreTrainedModel, inputs: dict[str, tuple[float, int]] | None = None
 ) -> Iterator[None]:
-    """Quantize and dequantize what goes into every linear layer but the output matrix and routers.
+    """Quantize and dequantize what goes into every quantized layer, experts too.
 
     :param inputs: scales and zero points by layer; without, by token.
     """
-    handles = []
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or not LINEAR.search(f".{name}.weight"):
-            continue
-        given = (inputs or {}).get(name)
-
-        def hook(_: Any, args: tuple[torch.Tensor], given: tuple[float, int] | None = given) -> torch.Tensor:
-            return fake_by_token(args[0]) if given is None else fake_static(args[0], *given)
-
-        handles.append(module.register_forward_pre_hook(hook))
-    assert handles
-    try:
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        model.set_experts_implementation("eager")  # one product for each expert, which the mode sees
+    with _Activations(model, inputs or {}) as mode:
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    missed = set(mode.names.values()) - mode.seen
+    assert not missed, f"transformers computed some products in another way: {missed}"

@@ -1,5 +1,6 @@
 """Quantized layers against their formulas, and which formats are refused with what instead."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from vllm.model_executor.kernels.linear import init_int8_linear_kernel
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from npufleet.plugin import register_layers
+from npufleet.plugin.quantization.fp8_block import check_blocks, dequantize
+from npufleet.plugin.quantization.linear import check_static_layer
+from npufleet.plugin.quantization.modelslim import ModelSlimConfig
 
 from .test_support import configure
 
@@ -135,9 +139,15 @@ def scheme(weights: dict[str, Any], activations: dict[str, Any] | None, **more: 
 DYNAMIC = {"dynamic": True}
 
 
+def packed(**weights: Any) -> dict[str, Any]:
+    return {**scheme({"num_bits": 4, **weights}, None), "format": "pack-quantized"}
+
+
 @pytest.mark.parametrize(
     "given",
     [
+        packed(),
+        packed(strategy="group", group_size=128, symmetric=False),
         scheme({}, DYNAMIC),
         scheme({"strategy": "tensor"}, DYNAMIC),
         scheme({}, {"strategy": "tensor"}),
@@ -156,6 +166,12 @@ def test_supported_schemes(checkpoint: Checkpoint, given: dict[str, Any]) -> Non
         (scheme({"type": "float"}, {"type": "float", **DYNAMIC}), r"float8 weights.*int8 weights by channel"),
         (scheme({}, {"symmetric": False, **DYNAMIC}), "dynamic asymmetric int8 activations by token"),
         (scheme({"symmetric": False}, DYNAMIC), "static asymmetric int8 weights by channel"),
+        (packed(strategy="group", group_size=16), "int4 weights by group of 16 and unquantized activations"),
+        (packed(num_bits=8), "int8 weights by channel and unquantized activations"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            r"weight_block_size None.*\[128, 128\]",
+        ),
         (scheme({"num_bits": 4}, DYNAMIC), "int4 weights by channel and dynamic symmetric int8"),
         (
             scheme({}, DYNAMIC, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"}),
@@ -176,3 +192,78 @@ def test_quantized_models_are_half_precision(checkpoint: Checkpoint) -> None:
     given = {"quantization_config": scheme({}, DYNAMIC)}
     with pytest.raises(ValueError, match=r"float32 is not supported.*bfloat16"):
         configure(checkpoint("llama"), dtype="float32", hf_overrides=given)
+
+
+def test_scales_that_the_checkpoint_lacks_are_missed() -> None:
+    layer = int8_layer(True)
+    layer.weight_scale.data[3] = float("nan")
+    with pytest.raises(ValueError, match="no scales for this layer"):
+        run(
+            layer,
+            torch.randn(2, 64),
+            None,
+            is_channelwise=True,
+            is_static_input_scheme=False,
+            input_symmetric=True,
+        )
+
+
+DESCRIPTION = {
+    "model_quant_type": "W8A8",
+    "model.layers.0.self_attn.q_proj.weight": "W8A8_DYNAMIC",
+    "model.layers.0.self_attn.k_proj.weight": "W8A8_DYNAMIC",
+    "model.layers.0.self_attn.v_proj.weight": "W8A8",
+    "model.norm.weight": "FLOAT",
+}
+
+
+def described(directory: Path, **changes: str) -> Path:
+    (directory / "quant_model_description.json").write_text(json.dumps(DESCRIPTION | changes))
+    return directory
+
+
+def test_a_description_chooses_its_format(checkpoint: Checkpoint) -> None:
+    config = configure(described(checkpoint("llama", rms_norm_eps=2e-6)))
+    assert config.model_config.quantization == "ascend"
+    quantization = config.quant_config
+    assert isinstance(quantization, ModelSlimConfig)
+    assert quantization.kind_of(["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]) == (
+        "W8A8_DYNAMIC"
+    )
+    with pytest.raises(ValueError, match="several kinds"):
+        quantization.kind_of(["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"])
+    with pytest.raises(ValueError, match=r"says nothing of model\.layers\.7\.mlp\.down_proj"):
+        quantization.kind_of(["model.layers.7.mlp.down_proj"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.1.mlp.down_proj.weight": "W4A8_DYNAMIC"}, r"W4A8_DYNAMIC.*supported are FLOAT, W8A8"),
+        ({"fa_quant_type": "FAKQuant"}, "quantized cache"),
+    ],
+)
+def test_refused_descriptions(checkpoint: Checkpoint, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(described(checkpoint("llama", rms_norm_eps=3e-6), **changes))
+
+
+def test_static_activations_of_the_layer_that_latent_attention_takes_apart() -> None:
+    check_static_layer("model.layers.0.self_attn.o_proj")
+    with pytest.raises(ValueError, match=r"kv_b_proj: static.*dynamically"):
+        check_static_layer("model.layers.0.self_attn.kv_b_proj")
+
+
+def test_blocks_begin_where_parts_do() -> None:
+    check_blocks("a", [1536, 576], 2112, 128)
+    check_blocks("a", [576], 576, 128)
+    for sizes, whole in (([96, 576], 672), ([64], 128)):
+        with pytest.raises(ValueError, match=r"do not begin where blocks of 128 do.*tensor_parallel_size"):
+            check_blocks("a", sizes, whole, 128)
+
+
+def test_blocks_are_dequantized() -> None:
+    weight, scale = torch.randn(130, 200).to(torch.float8_e4m3fn), torch.rand(2, 2)
+    got = dequantize(weight, scale, (128, 128), torch.float32)
+    for row, column in ((0, 0), (127, 128), (129, 127), (128, 199)):
+        assert got[row, column] == weight[row, column].float() * scale[row // 128, column // 128]

@@ -72,7 +72,8 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
     ("kind", "arguments", "message"),
     [
         ("llama", {"kv_cache_dtype": "fp8"}, r"kv_cache_dtype 'fp8'.*bfloat16"),
-        ("llama", {"quantization": "fp8"}, "quantization 'fp8'"),
+        ("llama", {"quantization": "fp8"}, "quantization 'fp8' of a checkpoint while it is loaded"),
+        ("llama", {"quantization": "awq"}, r"quantization 'awq'.*'compressed-tensors'"),
         ("llama", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
         (
             "llama",
