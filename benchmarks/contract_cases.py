@@ -111,7 +111,14 @@ def against(planned: Ledger, found: dict[str, Any]) -> list[str]:
 def main() -> None:
     """``contract_cases.py CHIP MODEL …``: examine the models in their layouts on the chip."""
     chip, names = sys.argv[1], sys.argv[2:]
-    rows = [examine(name, chip, layout) for name in names for layout in LAYOUTS[name][chip]]
+    rows = []
+    for name in names:
+        for layout in LAYOUTS[name][chip]:
+            row = examine(name, chip, layout)
+            verdict = "wrong" if row["errors"] else "as the ledger says"
+            took = row["found"]["seconds"]
+            print(f"{name} on {chip}, {row['layout']}: {verdict} ({took:.0f} s)", file=sys.stderr, flush=True)
+            rows.append(row)
     print(json.dumps(rows))
 
 

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.contract_watch import Watch
+from npufleet.cluster.plan.memory import Limits, capture_sizes
 from npufleet.kernels.ops.norm import rms_norm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,3 +60,17 @@ def test_memory_is_counted_while_it_is_held() -> None:
         del first, _
         torch.empty(256, dtype=torch.float32, device="npu:0")
     assert watch.peak == 2 * 4096
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(64, 4096), (256, 2048), (300, 2048), (7, 512), (1, 256)])
+def test_the_ledger_captures_what_vllm_captures(
+    checkpoint: Callable[..., Path], requests: int, tokens: int
+) -> None:
+    config = EngineArgs(
+        model=str(checkpoint("llama")),
+        skip_tokenizer_init=True,
+        max_num_seqs=requests,
+        max_num_batched_tokens=tokens,
+    ).create_engine_config()
+    limits = Limits(max_num_seqs=requests, max_num_batched_tokens=tokens)
+    assert capture_sizes(limits) == config.compilation_config.cudagraph_capture_sizes
