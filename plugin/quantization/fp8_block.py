@@ -62,7 +62,8 @@ class NPUFp8Config(Fp8Config):
         experts = isinstance(layer, RoutedExperts)
         if not experts and not isinstance(layer, LinearBase):
             return None
-        if is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping):
+        match = self.ignored_layers_match_mode
+        if is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping, match_mode=match):
             return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
         return NPUFp8ExpertsMethod(layer.moe_config, block) if experts else NPUFp8LinearMethod(block)
 

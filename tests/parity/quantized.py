@@ -225,8 +225,12 @@ def write_fp8_block(source: Path) -> Quantized:
         values = (value / full).to(torch.float8_e4m3fn)
         return {key: values, f"{key}_scale_inv": scale}, values.float() * full
 
+    routers = [
+        key.removesuffix(".weight") for key in load_file(source / "model.safetensors") if ".mlp.gate." in key
+    ]
     config = {
         "quant_method": "fp8",
+        "modules_to_not_convert": routers,
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
