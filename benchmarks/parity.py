@@ -9,18 +9,16 @@ Every cell comes from this run: see parity_runs.py for what each engine is asked
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from . import forks
 
 if TYPE_CHECKING:
     from .parity_runs import Family, Run
@@ -45,11 +43,7 @@ FAMILIES = {
 """Title → checkpoint of tests/parity/checkpoints.py."""
 COLUMNS = ("fp32", "bf16", "TP2", "EP2", "DPxEP", "PP2", "graph = eager", "chunked", "prefix cache")
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Read when torch and vLLM are imported. Workers may be forks because the process that forks has opened no NPU."""
-
 Row = Mapping[str, Mapping[str, str]]  # column → {value, detail}
-fork = multiprocessing.get_context("fork")
 
 EXPLANATION = """
 A checkpoint of each family is made at run time, tiny and random, and answered by the plugin on virtual NPUs and by
@@ -76,43 +70,15 @@ starts anything.
 """
 
 
-def answer(run: Run, family: Family, pipe: Connection, log: str) -> None:
-    """In a process of its own: send the cells of a run as they come."""
-    os.setsid()
-    with open(log, "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    try:
-        for cells in run(family):
-            pipe.send({column: vars(cell) for column, cell in cells.items()})
-    except Exception as error:  # noqa: BLE001 an engine that breaks is an answer: its cells are no
-        pipe.send(f"{type(error).__name__}: {error}"[:300])
-    sys.stdout.flush()
-    os._exit(0)  # whatever an engine left behind ends with the process group
-
-
-def supervise(columns: Sequence[str], run: Run, family: Family, log: str) -> Row:
+def supervise(columns: Sequence[str], run: Run, family: Family, log: Path) -> Row:
     """The cells of a run; those that its process did not live to answer are *no*."""
-    receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=answer, args=(run, family, sender, log))
-    process.start()
-    sender.close()
     cells: dict[str, dict[str, str]] = {}
-    reason = f"no answer within {DEADLINE:.0f} seconds"
-    end = time.monotonic() + DEADLINE
+    reason = "not answered"
     try:
-        while set(cells) < set(columns) and receiver.poll(max(0.0, end - time.monotonic())):
-            found = receiver.recv()
-            if isinstance(found, str):
-                reason = found
-                break
-            cells.update(found)
-    except EOFError:
-        process.join()
-        reason = f"its process ended with {process.exitcode}"
-    process.join(30)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
+        for found in forks.answers(lambda: run(family), log, DEADLINE):
+            cells.update({column: vars(cell) for column, cell in found.items()})
+    except forks.Broken as error:
+        reason = str(error)
     return {column: cells.get(column, {"value": "no", "detail": reason}) for column in columns}
 
 
@@ -133,12 +99,12 @@ def run_family(name: str, wanted: Sequence[str]) -> Row:
             if not set(columns) & set(wanted):
                 continue
             refused = refusal(path, settings)
-            log = f"{folder}/log"
+            log = Path(folder) / "log"
             found = dict.fromkeys(columns, vars(refused)) if refused else supervise(columns, run, family, log)
             told = ", ".join(f"{column} {cell['value']}" for column, cell in found.items())
             print(f"  {name} [{time.monotonic() - began:4.0f} s] {told}", file=sys.stderr, flush=True)
             if any(cell["value"] == "no" for cell in found.values()):
-                sys.stderr.write("".join(Path(log).read_text().splitlines(keepends=True)[-60:]))
+                sys.stderr.write("".join(log.read_text().splitlines(keepends=True)[-60:]))
             cells.update(found)
     return cells
 
@@ -198,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--family", action="append", choices=sorted(FAMILIES.values()), help="repeatable")
     made.add_argument("--column", action="append", choices=COLUMNS, help="repeatable; default: all")
     args = made.parse_args(argv)
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(forks.ENVIRONMENT)
     began = time.monotonic()
     rows: dict[str, Row] = {}
     for title, name in FAMILIES.items():

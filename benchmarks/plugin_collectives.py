@@ -95,8 +95,8 @@ def _replicas(path: Path, folder: Path, prefill: bool) -> list[dict[str, Any]]:
         return list(pool.map(one, range(RANKS)))
 
 
-def table(folder: Path) -> list[str]:
-    """The table, with what was counted and what the formula says."""
+def table(folder: Path) -> tuple[list[str], bool]:
+    """The table, with what was counted and what the formula says, and whether they are equal."""
     from tests.parity.checkpoints import BY_NAME, write
 
     def path(name: str) -> Path:
@@ -118,6 +118,7 @@ def table(folder: Path) -> list[str]:
         "| way | model | tokens of a rank | collective | calls of a rank | bytes | formula |",
         "|---|---|---|---|---|---|---|",
     ]
+    good = True
     for (way, name), run in runs.items():
         config = BY_NAME[name].full_config()
         at = Sizes(
@@ -131,9 +132,10 @@ def table(folder: Path) -> list[str]:
             found.update(rank["layers"][-1]["collectives"])
         formula = expected(way, at)
         for collective in sorted({c for c in found if not c.startswith("calls:")} | set(formula)):
+            good = good and found[collective] == formula.get(collective, 0)
             calls = found[f"calls:{collective}"] // RANKS
             lines.append(
                 f"| {way} | {name} | {at.tokens} | {collective} | {calls} | {found[collective]} "
                 f"| {formula.get(collective, 0)} |"
             )
-    return lines
+    return lines, good
