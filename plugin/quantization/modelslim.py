@@ -3,15 +3,14 @@
 The description gives a kind for every tensor. vLLM knows the format by the name ``ascend``.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.transformers_utils.repo_utils import file_or_path_exists
 
 from .experts import NPUW8A8ExpertsMethod
 from .linear import check_static_layer
@@ -123,17 +122,17 @@ class ModelSlimConfig(QuantizationConfig):
             kind = self.kinds.get(f"{prefix}.weight", FLOAT)
             if kind != FLOAT:
                 raise ValueError(f"{prefix}: kind {kind} is not supported on NPU yet; leave it {FLOAT}")
-        assert not isinstance(layer, Attention) or not any(key in self.kinds for key in CACHE_KEYS)
         return None
 
 
 def recognise(config: "VllmConfig") -> None:
-    """Choose the format for a local checkpoint that has the description, where the user named none.
+    """Choose the format for a checkpoint that has the description, where the user named none.
 
     ModelSlim leaves config.json as it was, so vLLM alone would read the integers as if they were the weights.
     """
     model = config.model_config
-    if model is None or model.quantization is not None or not (Path(model.model) / FILE).is_file():
+    if model is None or model.quantization is not None:
         return
-    model.quantization = NAME  # type: ignore[assignment]  # vLLM lists its own names only
-    config.quant_config = type(config).get_quantization_config(model, config.load_config)
+    if file_or_path_exists(model.model, FILE, model.revision):
+        model.quantization = NAME  # type: ignore[assignment]  # vLLM lists its own names only
+        config.quant_config = type(config).get_quantization_config(model, config.load_config)

@@ -122,3 +122,24 @@ def test_fp8_by_block(name, tmp_path: Path, bfloat16_table):
 def test_w4a16(group, symmetric, checkpoint_path: Callable[[str], Path], bfloat16_table):
     made = quantized.write_w4a16(checkpoint_path("qwen2"), group=group, symmetric=symmetric)
     graph_equals_eager_and_transformers(made, bfloat16_table, fake=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "make", "settings"),
+    [
+        ("llama-tp", lambda source: quantized.write_w8a8_static(source, symmetric=False), {}),
+        ("llama-tp", lambda source: quantized.write_modelslim(source, static=True), {}),
+        ("llama-tp", lambda source: quantized.write_w4a16(source, group=32, symmetric=False), {}),
+        ("qwen3-moe", quantized.write_w8a8_dynamic, {"enable_expert_parallel": True}),
+        ("mixtral", quantized.write_w8a8_dynamic, {}),
+    ],
+    ids=["static-zero", "modelslim-static", "w4a16", "experts-spread", "experts-split"],
+)
+def test_two_ranks(name, make, settings, checkpoint_path: Callable[[str], Path], bfloat16_table):
+    made = make(checkpoint_path(name))
+    with worker_engine(made.path, 2, **BFLOAT16, **GRAPHS, **settings) as llm:
+        answers = tokens(greedy(llm, prompts(VOCAB), 16))
+        sequences = [[*prompt, *answer] for prompt, answer in zip(prompts(VOCAB), answers, strict=True)]
+        found = scores(llm, sequences)
+    check(found, made, sequences, bfloat16_table, fake="w4a16" not in made.path.name)
