@@ -34,16 +34,34 @@ class PlainRotaryMixin:
         """
         assert isinstance(self, RotaryEmbedding)
         tokens = positions.numel()
+        cache, width = self._match_cos_sin_cache_dtype(query), self.rotary_dim
+        if width < self.head_size and not self.is_neox_style:
+            cache, width = self._over_whole_head(cache), self.head_size
         rotated, turned = ops.rotary_embedding(
             positions.flatten(),
             query.reshape(tokens, -1),
             None if key is None else key.reshape(tokens, -1),
-            self._match_cos_sin_cache_dtype(query),
+            cache,
             self.head_size,
-            self.rotary_dim,
+            width,
             self.is_neox_style,
         )
         return rotated.view(query.shape), None if key is None or turned is None else turned.view(key.shape)
+
+    def _over_whole_head(self, cache: torch.Tensor) -> torch.Tensor:
+        """``cache`` [positions, rotary_dim] widened to the head by pairs that turn by nothing: one fused operator
+        instead of a dozen. Only where pairs are neighbours; halves would pair up otherwise.
+
+        Made at the first step, which measures memory; layers share it as they share their rotary embedding.
+        """
+        assert isinstance(self, RotaryEmbedding)
+        known = getattr(self, "_whole", None)
+        if known is None or known.dtype != cache.dtype or known.device != cache.device:
+            cos, sin = cache.chunk(2, dim=-1)
+            rest = (cache.shape[0], (self.head_size - self.rotary_dim) // 2)
+            known = torch.cat((cos, cache.new_ones(rest), sin, cache.new_zeros(rest)), dim=-1)
+            self._whole = known
+        return known
 
 
 class NPUMRotaryEmbedding(MRotaryEmbedding):
