@@ -78,7 +78,7 @@ def feed_forward(intermediate: int, tokens: int, hidden: int) -> int:
 def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> int:
     """Bytes of a layer with experts: the shared experts' output and the gate's scores; with all-gather, the
     tokens of all replicas, a row for each of their choices, the rows' feed-forward and the sum; with all-to-all,
-    the rows sent, received, sorted, computed and sent back, spread evenly.
+    the rows sent, received, sorted, computed and put back in order, spread evenly.
 
     Without expert parallelism the intermediate size of an expert is split over all ranks.
     """
@@ -90,7 +90,7 @@ def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> 
     scores = own * experts.count * (size + 2 * FLOAT)
     if step.all_to_all:
         rows = -(-step.tokens // layout.tensor) * experts.top_k
-        held = 3 * rows * hidden + rows * max(3 * middle, middle + hidden)
+        held = 3 * rows * hidden + rows * max(3 * middle, middle + hidden, 2 * hidden)
         return shared + scores + (held + step.tokens * hidden) * size
     tokens = own * layout.tensor * layout.data if spread else own * layout.data
     gathered = tokens * hidden + (own * hidden if spread else 0) if layout.data > 1 else 0
