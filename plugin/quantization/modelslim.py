@@ -28,6 +28,12 @@ LINEAR: dict[str, type[LinearMethodBase]] = {
     STATIC: ModelSlimStaticMethod,
     DYNAMIC: ModelSlimDynamicMethod,
 }
+JOINED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+"""What vLLM joins everywhere. Some models add it to their own mapping only after vLLM has handed that to us."""
 CACHE_KEYS = ("fa_quant_type", "kv_quant_type", "kv_cache_type", "indexer_quant_type")
 
 
@@ -103,7 +109,7 @@ class ModelSlimConfig(QuantizationConfig):
         """
         if isinstance(layer, LinearBase):
             parent, _, leaf = prefix.rpartition(".")
-            parts = self.packed_modules_mapping.get(leaf, [leaf])
+            parts = (JOINED | self.packed_modules_mapping).get(leaf, [leaf])
             kind = self.kind_of([f"{parent}.{part}" if parent else part for part in parts])
             if kind == STATIC:
                 check_static_layer(prefix)
