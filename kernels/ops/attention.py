@@ -141,7 +141,7 @@ class CapturedAttention:
         cls, call: AttentionCall, stream: Any, query_ends: list[int], kv_lens: list[int]
     ) -> "CapturedAttention":
         """Launch ``call`` in the open capture on ``stream``, behind a gate and as a task of its own."""
-        gate = _closed_gate()
+        gate = _closed_gate(stream)
         gate.wait(stream)
         gate.reset(stream)
         torch.npu.graph_task_group_begin(stream)
@@ -162,11 +162,16 @@ def _gate_stream(device: int) -> Any:
     return torch.npu.Stream(device)
 
 
-def _closed_gate() -> Any:
-    """An event that a graph can wait for. torch_npu 2.13 makes the device's event at the first ``record`` and drops
-    a ``wait`` that comes before, so it is recorded and reset once, where no graph is captured.
+def _closed_gate(captured: Any) -> Any:
+    """An event that the graph captured on this stream can wait for. torch_npu 2.13 makes the device's event at the
+    first ``record`` and drops a ``wait`` that comes before, so it is recorded and reset once, beside the capture.
+
+    torch's streams come from a pool in turn, so another stream object may be the captured stream itself, and the
+    graph would then close its own gate at each replay.
     """
     gate, aside = torch.npu.ExternalEvent(), _gate_stream(torch.npu.current_device())
+    while aside == captured:
+        aside = torch.npu.Stream()
     gate.record(aside)
     gate.reset(aside)
     return gate

@@ -11,7 +11,7 @@ from .paged import PagedCase, make_case
 SCALE = 0.3
 
 
-def capture(case: PagedCase, device: torch.device, window: int | None = None):
+def capture(case: PagedCase, device: torch.device, window: int | None = None, stream=None):
     """A graph of query + 1 → attention → · 2, and what it works on."""
     tensors = dict(
         zip(("query", "key_cache", "value_cache", "block_table"), case.tensors(device), strict=True)
@@ -26,7 +26,7 @@ def capture(case: PagedCase, device: torch.device, window: int | None = None):
         **tensors, out=call.out, scale=SCALE, sliding_window=window, workspace=workspace
     )
     graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    with torch.npu.graph(graph, stream=stream):
         call.query.copy_(source)
         captured = call.capture(torch.npu.current_stream(), case.query_ends, case.kv_lens)
         result = call.out * 2
@@ -74,6 +74,15 @@ def test_a_replay_waits_for_its_lengths(device, order):
             graph.replay()
         error = (result.cpu().double() - case.expected(SCALE).double() * 2).abs().amax(dim=(1, 2))
         assert (error < 1e-4).tolist() == [length == 30 for length in lengths]
+
+
+def test_any_stream_may_be_captured(device):
+    """torch's pool of streams is finite: sooner or later the captured one is one that was made before."""
+    case = make_case([(1, 12)])
+    for _ in range(33):
+        graph, captured, _, _, result = capture(case, device, stream=torch.npu.Stream())
+        replay(graph, captured, case.query_ends, case.kv_lens)
+        assert_close(result, case.expected(SCALE) * 2)
 
 
 def test_a_padding_request_in_a_replay(device):
