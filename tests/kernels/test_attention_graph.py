@@ -79,8 +79,8 @@ def test_a_replay_waits_for_its_lengths(device, order):
 def test_any_stream_may_be_captured(device):
     """torch's pool of streams is finite: sooner or later the captured one is one that was made before."""
     case = make_case([(1, 12)])
-    for _ in range(33):
-        graph, captured, _, _, result = capture(case, device, stream=torch.npu.Stream())
+    for stream in [torch.npu.Stream() for _ in range(32)]:
+        graph, captured, _, _, result = capture(case, device, stream=stream)
         replay(graph, captured, case.query_ends, case.kv_lens)
         assert_close(result, case.expected(SCALE) * 2)
 
