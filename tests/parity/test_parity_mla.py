@@ -71,10 +71,10 @@ def test_the_caches_are_latents_and_rotary_parts(served):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("deepseek-v2", {}),
+        pytest.param("deepseek-v2", {}, marks=pytest.mark.slow),
         ("deepseek-v3", GRAPHS),
-        ("kimi-k2", GRAPHS),  # three heads on each rank, padded to four
-        ("deepseek-v3-moe", {"enable_expert_parallel": True, **GRAPHS}),
+        pytest.param("kimi-k2", GRAPHS, marks=pytest.mark.slow),  # three heads on each rank, padded to four
+        pytest.param("deepseek-v3-moe", {"enable_expert_parallel": True, **GRAPHS}, marks=pytest.mark.slow),
     ],
     ids=["v2-eager", "v3-graph", "padded-heads-graph", "expert-parallel-graph"],
 )
@@ -91,7 +91,7 @@ def test_two_ranks(name, mode, checkpoint_path, references):
     assert tokens(again) == tokens(first)
 
 
-@pytest.mark.parametrize("mode", [{}, GRAPHS], ids=["eager", "graph"])
+@pytest.mark.parametrize("mode", [pytest.param({}, marks=pytest.mark.slow), GRAPHS], ids=["eager", "graph"])
 def test_a_connector_moves_both_caches(mode, tmp_path, checkpoint_path, references):
     """What one engine stored (latents and rotary parts of each layer), another loads and continues from."""
     name, batch, settings = "deepseek-v3", prompts(VOCAB)[1:], with_storage(tmp_path, **mode)
@@ -106,6 +106,7 @@ def test_a_connector_moves_both_caches(mode, tmp_path, checkpoint_path, referenc
     assert tokens(outputs) == expected
 
 
+@pytest.mark.slow
 def test_two_stages(checkpoint_path, references):
     """Pipeline parallel: each stage has the caches of its own layers."""
     with worker_engine(checkpoint_path("deepseek-v2"), 1, pipeline_parallel_size=2) as llm:

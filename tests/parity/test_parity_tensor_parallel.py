@@ -16,7 +16,7 @@ from .reference import prompts
 LOGPROB_TOLERANCE = 2e-3  # fp32; logits have a deviation near 8
 
 
-@pytest.mark.parametrize("mode", [{}, GRAPHS], ids=["eager", "graph"])
+@pytest.mark.parametrize("mode", [pytest.param({}, marks=pytest.mark.slow), GRAPHS], ids=["eager", "graph"])
 def test_two_ranks(mode, checkpoint_path, references):
     expected = references("llama-tp")
     with worker_engine(checkpoint_path("llama-tp"), 2, **mode) as llm:
