@@ -36,7 +36,7 @@ def _child(work: Callable[[], Iterator[Any]], pipe: Connection, log: Path) -> No
         for item in work():
             pipe.send((True, item))
         pipe.send((False, None))
-    except Exception as error:  # noqa: BLE001 reported to the parent, which goes on with other work
+    except Exception as error:  # noqa: BLE001 - supervisor: the parent is told, and goes on with other work
         traceback.print_exc()
         pipe.send((False, f"{type(error).__name__}: {error}"[:400]))
     sys.stdout.flush()

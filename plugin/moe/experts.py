@@ -78,18 +78,12 @@ def local_experts(layer: "RoutedExperts") -> LocalExperts:
     )
 
 
-class NPUUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Experts in the model's own dtype, through grouped matrix products."""
-
-    def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
-        """Lay the weights out as the grouped product reads them: [experts, in, out]."""
-        super().process_weights_after_loading(layer)
-        for weight in (layer.w13_weight, layer.w2_weight):
-            weight.data = weight.data.transpose(1, 2).contiguous()
+class AppliesLocalExperts:
+    """What vLLM's methods of experts have in common here; the products are those of ``feed_forward``."""
 
     def feed_forward(self, layer: "RoutedExperts", rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The experts' SwiGLU for ``rows`` [r, hidden] sorted by expert, ``counts`` int64 [local experts]."""
-        return ops.feed_forward(rows, layer.w13_weight, layer.w2_weight, counts)
+        raise NotImplementedError
 
     def apply(
         self,
@@ -102,3 +96,17 @@ class NPUUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         """This rank's share of the output; the shared experts are the runner's."""
         return local_experts(layer).apply(x, topk_weights, topk_ids)
+
+
+class NPUUnquantizedFusedMoEMethod(AppliesLocalExperts, UnquantizedFusedMoEMethod):
+    """Experts in the model's own dtype, through grouped matrix products."""
+
+    def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
+        """Lay the weights out as the grouped product reads them: [experts, in, out]."""
+        super().process_weights_after_loading(layer)
+        for weight in (layer.w13_weight, layer.w2_weight):
+            weight.data = weight.data.transpose(1, 2).contiguous()
+
+    def feed_forward(self, layer: "RoutedExperts", rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """As :meth:`AppliesLocalExperts.feed_forward`."""
+        return ops.feed_forward(rows, layer.w13_weight, layer.w2_weight, counts)

@@ -9,34 +9,18 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from npufleet.kernels.ops import quant as ops
 
-from ..moe.experts import local_experts
+from ..moe.experts import AppliesLocalExperts
 from .linear import await_scales, check_scales
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
-class NPUExpertsMethod(FusedMoEMethodBase):
-    """What the runner needs of a method; the products are those of the subclass's ``feed_forward``."""
-
-    def feed_forward(self, layer: "RoutedExperts", rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The experts' SwiGLU for ``rows`` [r, hidden] sorted by expert, ``counts`` int64 [local experts]."""
-        raise NotImplementedError
+class NPUExpertsMethod(AppliesLocalExperts, FusedMoEMethodBase):
+    """A method of experts with quantized weights."""
 
     def get_fused_moe_quant_config(self, layer: "RoutedExperts") -> None:
         """None: vLLM's own kernels, which it describes, are not used."""
-
-    def apply(
-        self,
-        layer: "RoutedExperts",
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """This rank's share of the output; the shared experts are the runner's."""
-        return local_experts(layer).apply(x, topk_weights, topk_ids)
 
 
 def register(layer: torch.nn.Module, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
@@ -94,7 +78,7 @@ class NPUW8A8ExpertsMethod(NPUExpertsMethod):
             replace_parameter(layer, f"{name}_weight_scale", scale.data.squeeze(-1).to(scale_dtype))
 
     def feed_forward(self, layer: "RoutedExperts", rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """As :meth:`NPUExpertsMethod.feed_forward`."""
+        """As :meth:`AppliesLocalExperts.feed_forward`."""
         return ops.quant_feed_forward(
             rows, layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale, counts
         )
