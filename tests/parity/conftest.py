@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +12,15 @@ from _pytest.mark import ParameterSet
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported; a failed test shows enough
 
+from vllm import LLM
+
 from .checkpoints import BY_NAME, VOCAB, write
+from .engines import cached, logprob_error, tokens
+from .engines import greedy as npu_greedy
 from .reference import Greedy, greedy, load, prompts
 
 STEPS = 64
+LOGPROB_TOLERANCE = 2e-3  # fp32 on both sides; logits have a deviation near 8
 BFLOAT16_ROWS = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
 
 
@@ -29,6 +34,17 @@ def in_both_modes(names: Iterable[str], eager: Iterable[str]) -> list[ParameterS
         for mode in ("eager", "graph")
         for late in (mode == "eager" and name not in eager,)
     ]
+
+
+def assert_answers_twice(llm: LLM, expected: Sequence[Greedy]) -> None:
+    """The standard prompts give the reference's tokens and log probabilities, and the same from the prefix cache."""
+    first = npu_greedy(llm, prompts(VOCAB), STEPS, logprobs=5)
+    again = npu_greedy(llm, prompts(VOCAB), STEPS)
+    assert tokens(first) == [result.tokens for result in expected]
+    for output, result in zip(first, expected, strict=True):
+        assert logprob_error(output, result.logprobs) < LOGPROB_TOLERANCE
+    assert cached(again)[-2:] == [128, 256]
+    assert tokens(again) == tokens(first)
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,12 @@ import pytest
 from vllm import LLM
 
 from .checkpoints import CHECKPOINTS, VOCAB
-from .conftest import STEPS, in_both_modes
+from .conftest import LOGPROB_TOLERANCE, STEPS, in_both_modes
 from .engines import GRAPHS, cached, engine, greedy, logprob_error, tokens
 from .reference import greedy as hf_greedy
 from .reference import load, prompts
 
 NAMES = [checkpoint.name for checkpoint in CHECKPOINTS]
-LOGPROB_TOLERANCE = 2e-3  # fp32 on both sides; logits have a deviation near 8
 
 
 @pytest.fixture(scope="module", params=in_both_modes(NAMES, eager=("llama", "gemma3", "mixtral")))

@@ -12,14 +12,13 @@ import pytest
 from vllm import LLM
 
 from .checkpoints import LATENT_CHECKPOINTS, VOCAB
-from .conftest import STEPS, in_both_modes
+from .conftest import LOGPROB_TOLERANCE, STEPS, assert_answers_twice, in_both_modes
 from .engines import GRAPHS, cached, engine, greedy, logprob_error, tokens, worker_engine
 from .reference import greedy as hf_greedy
 from .reference import load, prompts
 from .test_parity_connector import with_storage
 
 NAMES = [checkpoint.name for checkpoint in LATENT_CHECKPOINTS]
-LOGPROB_TOLERANCE = 2e-3  # fp32 on both sides; logits have a deviation near 8
 
 
 @pytest.fixture(scope="module", params=in_both_modes(NAMES, eager=("deepseek-v2",)))
@@ -82,13 +81,7 @@ def test_two_ranks(name, mode, checkpoint_path, references):
     """Half of the heads on each rank; latents and rotary parts on both."""
     expected = references(name)
     with worker_engine(checkpoint_path(name), 2, **mode) as llm:
-        first = greedy(llm, prompts(VOCAB), STEPS, logprobs=5)
-        again = greedy(llm, prompts(VOCAB), STEPS)
-    assert tokens(first) == [result.tokens for result in expected]
-    for output, result in zip(first, expected, strict=True):
-        assert logprob_error(output, result.logprobs) < LOGPROB_TOLERANCE
-    assert cached(again)[-2:] == [128, 256]
-    assert tokens(again) == tokens(first)
+        assert_answers_twice(llm, expected)
 
 
 @pytest.mark.parametrize("mode", [pytest.param({}, marks=pytest.mark.slow), GRAPHS], ids=["eager", "graph"])
