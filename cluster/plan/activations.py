@@ -33,18 +33,26 @@ def activations(shape: ModelShape, layout: Layout, step: Step) -> int:
     """Bytes at the fullest moment of a step: in attention, in a feed-forward layer, among the experts, at a norm or
     at the logits, whichever takes most. Around the first three lie the residual and the hidden states as the layer
     was given them and as they are now, 4 T H b; a norm adds a layer's output to the residual and makes two anew, so
-    that there are 6 T H b and a float32 number for each token.
+    that there are 6 T H b and a float32 number for each token. Quantized layers hold a copy of what goes into them, a
+    byte for an element: the hidden states before attention, and the longest input of a feed-forward.
     """
     size, tokens = DTYPES[shape.dtype], step.tokens
     row = tokens * shape.hidden * size
     stream = 4 * row
-    moments = [stream + attention(shape, layout, step), logits(shape, layout, step), 6 * row + tokens * FLOAT]
+    copies = int(shape.quantization is not None and shape.quantization.quantizes_inputs)
+    moments = [
+        stream + copies * tokens * shape.hidden + attention(shape, layout, step),
+        logits(shape, layout, step),
+        6 * row + tokens * FLOAT,
+    ]
     if shape.experts is None or len(shape.experts.layers) < shape.layers:
-        moments.append(
-            stream + feed_forward(shape.intermediate // layout.tensor, tokens, shape.hidden) * size
-        )
+        middle = shape.intermediate // layout.tensor
+        held = feed_forward(middle, tokens, shape.hidden) * size
+        moments.append(stream + held + copies * tokens * max(middle, shape.hidden))
     if shape.experts:
-        moments.append(stream + experts(shape, shape.experts, layout, step))
+        wide = max(shape.hidden, shape.experts.intermediate)
+        rows = tokens * shape.experts.top_k * (1 if step.all_to_all else layout.data)
+        moments.append(stream + experts(shape, shape.experts, layout, step) + copies * rows * wide)
     return max(moments)
 
 

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, checks, config
+from .. import checks, config
+from ..checkpoint.files import read_json
 from .memory import CHIPS, GIB, HCCL_BUFFERS, Ledger, Limits, ledger
-from .model import from_config
+from .model import ModelShape, from_config
+from .quantization import MODELSLIM_FILE
 from .weights import Layout
 
 _EPILOG = """\
@@ -108,12 +110,12 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if engine.get(name, 1) != 1:
             raise ValueError(f"{where}: {name} is {engine[name]!r}; memory is planned for 1 only")
-    for name in ("quantization", "hf_overrides", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+    for name in ("hf_overrides", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
         if engine.get(name):
             raise ValueError(
                 f"{where}: memory cannot be planned with {name}; leave it out to plan without it"
             )
-    details = dict(checkpoint.read_json(wanted.file))
+    details = dict(read_json(wanted.file))
     if engine.get("dtype", "auto") != "auto":
         details["dtype"] = engine["dtype"]
 
@@ -148,9 +150,22 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
         expert_parallel=args.expert_parallel or bool(engine.get("enable_expert_parallel", False)),
     )
     try:
-        return ledger(from_config(details, str(wanted.file)), layout, limits)
+        shape = from_config(details, str(wanted.file), _description(wanted.file.parent))
+        _check_quantization(engine.get("quantization"), shape)
+        return ledger(shape, layout, limits)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _description(folder: Path) -> dict[str, Any] | None:
+    file = folder / MODELSLIM_FILE
+    return read_json(file) if file.is_file() else None
+
+
+def _check_quantization(wanted: Any, shape: ModelShape) -> None:
+    """The plan follows the checkpoint; an argument that asks for more would quantize while loading."""
+    if wanted and wanted != "fp8" and shape.quantization is None:
+        raise ValueError(f"quantization is {wanted!r}, but the checkpoint is not quantized; leave it out")
 
 
 def render(name: str, found: Ledger) -> Iterator[str]:
@@ -160,7 +175,8 @@ def render(name: str, found: Ledger) -> Iterator[str]:
     if shape.experts:
         ranks = layout.expert_ranks
         split += f", experts {f'spread over {ranks} ranks' if layout.expert_parallel else 'sliced'}"
-    yield f"{name} ({shape.model_type}, {shape.dtype}) on {layout.ranks} × {limits.chip}: {split}"
+    held = f"{shape.quantization.format}, {shape.dtype}" if shape.quantization else shape.dtype
+    yield f"{name} ({shape.model_type}, {held}) on {layout.ranks} × {limits.chip}: {split}"
     yield f"one NPU: {limits.hbm / GIB:.1f} GiB, of which vLLM may use {found.budget / GIB:.2f}"
     for part in (*found.weights, *found.derived):
         yield _line(part.name, part.bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import checks
+from .quantization import Quantization, read
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MOE = ("mixtral", "qwen3_moe", "glm4_moe")
@@ -72,10 +73,21 @@ class ModelShape:
     dtype: str
     latent: Latent | None = None
     experts: Experts | None = None
+    quantization: Quantization | None = None
+    """None: all weights are kept in ``dtype``."""
 
 
-def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+def from_config(
+    config: Mapping[str, Any],
+    where: str = "config.json",
+    description: Mapping[str, Any] | None = None,
+) -> ModelShape:
     """Read a model's configuration.
+
+    Args:
+        config: ``config.json``.
+        where: what errors call it.
+        description: what ModelSlim wrote beside it, if there is such a file.
 
     Raises:
         ValueError: for a kind of model or a format of weights whose sizes are not known here, or for a number
@@ -85,7 +97,7 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelS
     known = (*DENSE, *MOE, *LATENT)
     if kind not in known:
         raise ValueError(f"{where}: model_type is {kind!r}; the memory of these is known: {', '.join(known)}")
-    _check_quantization(config.get("quantization_config"), where)
+    quantization = read(config, description, where)
     number = _Numbers(config, where)
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     head = config.get("head_dim") or hidden // heads
@@ -113,23 +125,8 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelS
         dtype=checks.choice(dtype, f"{where}: dtype", tuple(DTYPES)),
         latent=latent,
         experts=_experts(str(kind), config, number) if kind not in DENSE else None,
+        quantization=quantization,
     )
-
-
-def _check_quantization(found: Any, where: str) -> None:
-    """Blocks of 8-bit floating point pass: they become the model's dtype when they are loaded
-    (``plugin/quantization/fp8_block.py``).
-    """
-    if not found:
-        return
-    details = found if isinstance(found, Mapping) else {"quant_method": found}
-    method = details.get("quant_method")
-    if method != "fp8" or not details.get("weight_block_size"):
-        raise ValueError(
-            f"{where}: its weights are quantized ({method}); the plan counts bfloat16, float16 and float32 "
-            "weights, and blocks of 8-bit floating point, which are served as bfloat16. Remove "
-            "quantization_config from a copy of the file to plan for unquantized weights"
-        )
 
 
 class _Numbers:
@@ -178,7 +175,8 @@ def _experts(kind: str, config: Mapping[str, Any], number: _Numbers) -> Experts 
     if kind == "mixtral":
         count, middle, having = number("num_local_experts"), number("intermediate_size"), frozenset(layers)
     elif kind == "qwen3_moe":
-        count, middle = number("num_experts"), number("moe_intermediate_size")
+        name = "num_experts" if "num_experts" in config else "num_local_experts"  # as transformers 5 saves it
+        count, middle = number(name), number("moe_intermediate_size")
         step, plain = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         having = frozenset(i for i in layers if i not in plain and (i + 1) % step == 0)
     else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .model import DTYPES, Experts, Latent, ModelShape
+from .model import DTYPES, Experts, ModelShape
+from .quantization import INT8_DYNAMIC
 
 VOCABULARY_ALIGNMENT = 64
 """vLLM pads the vocabulary to a multiple of this (``vocab_parallel_embedding.py: DEFAULT_VOCAB_PADDING_SIZE``)."""
@@ -78,84 +79,160 @@ def check(shape: ModelShape, layout: Layout) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A linear layer's weight [rows, columns] on one rank."""
+
+    module: str
+    """Its layer's name in the checkpoint, without the number of the layer before it."""
+    rows: int
+    columns: int
+
+
 def weights(shape: ModelShape, layout: Layout) -> list[Part]:
     """The weights of a rank by kind, the same on every rank.
 
     A matrix that tensor parallelism splits counts 1/tensor of its elements, key heads are repeated where there
     are fewer of them than ranks, norms and gates are whole on every rank. Experts: ``count``/ranks whole ones
     with expert parallelism, otherwise 1/ranks of each, over the ranks of all replicas
-    (vLLM: ``FusedMoEParallelConfig.make``).
+    (vLLM: ``FusedMoEParallelConfig.make``). Bytes of quantized layers include their scales.
 
     Raises:
         ValueError: as :func:`check`.
     """
     check(shape, layout)
     size = DTYPES[shape.dtype]
-    attention = _latent(shape, shape.latent, layout) if shape.latent else _attention(shape, layout)
     rows = -(-shape.vocabulary // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT // layout.tensor
-    parts = [
-        Part(name="embedding", elements=rows * shape.hidden, bytes=rows * shape.hidden * size),
-        Part(name="attention", elements=shape.layers * attention, bytes=shape.layers * attention * size),
-    ]
+    table = Part(name="embedding", elements=rows * shape.hidden, bytes=rows * shape.hidden * size)
+    matrices, vectors = attention(shape, layout)
+    parts = [table, _linear(shape, "attention", matrices, vectors, range(shape.layers))]
     norms = (2 * shape.layers + 1) * shape.hidden
     parts.append(Part(name="norms", elements=norms, bytes=norms * size))
-    plain = shape.layers - (len(shape.experts.layers) if shape.experts else 0)
+    plain = [n for n in range(shape.layers) if not shape.experts or n not in shape.experts.layers]
     if plain:
-        feed = 3 * shape.hidden * shape.intermediate // layout.tensor
-        if shape.mlp_bias:
-            feed += 2 * shape.intermediate // layout.tensor + shape.hidden
-        parts.append(Part(name="feed-forward", elements=plain * feed, bytes=plain * feed * size))
+        matrices = feed_forward("mlp", shape.hidden, shape.intermediate // layout.tensor)
+        vectors = 2 * shape.intermediate // layout.tensor + shape.hidden if shape.mlp_bias else 0
+        parts.append(_linear(shape, "feed-forward", matrices, vectors, plain))
     if shape.experts:
         parts.extend(_experts(shape, shape.experts, layout, size))
     if not shape.tied:
-        parts.append(Part(name="output", elements=rows * shape.hidden, bytes=rows * shape.hidden * size))
+        parts.append(Part(name="output", elements=table.elements, bytes=table.bytes))
     return parts
 
 
-def _attention(shape: ModelShape, layout: Layout) -> int:
-    """Elements of a layer: Q, K, V and output projections, their biases, norms of heads."""
-    query = shape.heads // layout.tensor * shape.head
-    keys = max(1, shape.kv_heads // layout.tensor) * shape.head
-    elements = (query + 2 * keys) * shape.hidden + query * shape.hidden
-    elements += (query + 2 * keys) if shape.qkv_bias else 0
-    elements += shape.hidden if shape.out_bias else 0
-    return elements + (2 * shape.head if shape.head_norms else 0)
+def _linear(
+    shape: ModelShape, name: str, matrices: list[Matrix], vectors: int, layers: Iterable[int]
+) -> Part:
+    """The same matrices, and elements of biases and norms, in each of ``layers``; each by its own scheme."""
+    size, elements, total = DTYPES[shape.dtype], 0, 0
+    for number in layers:
+        elements += vectors
+        total += vectors * size
+        for matrix in matrices:
+            elements += matrix.rows * matrix.columns
+            total += _bytes(shape, f"model.layers.{number}.{matrix.module}", matrix)
+    return Part(name=name, elements=elements, bytes=total)
 
 
-def _latent(shape: ModelShape, latent: Latent, layout: Layout) -> int:
-    """Elements of a layer: the down-projections and their norms are whole on every rank, the up-projections
-    are split by heads (DeepSeek-V2, equations 9 to 19).
+def _bytes(shape: ModelShape, module: str, matrix: Matrix, *, count: int = 1, expert: bool = False) -> int:
+    size = DTYPES[shape.dtype]
+    scheme = shape.quantization.of(module) if shape.quantization else None
+    if scheme is None:
+        return count * matrix.rows * matrix.columns * size
+    scale = size if shape.dtype == "bfloat16" else 4
+    return scheme.bytes(matrix.rows, matrix.columns, scale if expert else size, count=count, expert=expert)
+
+
+def attention(shape: ModelShape, layout: Layout) -> tuple[list[Matrix], int]:
+    """The projections of a layer's attention on a rank, and the elements of its biases and norms.
+
+    Latent attention: the down-projections and their norms are whole on every rank, the up-projections are split by
+    heads (DeepSeek-V2, equations 9 to 19).
     """
-    heads = shape.heads // layout.tensor
-    elements = shape.hidden * (latent.kv_rank + latent.rope) + latent.kv_rank
+    heads, hidden = shape.heads // layout.tensor, shape.hidden
+    if shape.latent is None:
+        query = heads * shape.head
+        keys = max(1, shape.kv_heads // layout.tensor) * shape.head
+        made = [("q_proj", query, hidden), ("k_proj", keys, hidden), ("v_proj", keys, hidden)]
+        vectors = (query + 2 * keys) if shape.qkv_bias else 0
+        vectors += hidden if shape.out_bias else 0
+        vectors += 2 * shape.head if shape.head_norms else 0
+        return _projections([*made, ("o_proj", hidden, query)]), vectors
+    latent = shape.latent
+    vectors = latent.kv_rank + (latent.q_rank or 0)
+    made = [("q_proj", heads * shape.head, hidden)]
     if latent.q_rank:
-        elements += shape.hidden * latent.q_rank + latent.q_rank + latent.q_rank * heads * shape.head
-    else:
-        elements += shape.hidden * heads * shape.head
-    return (
-        elements + latent.kv_rank * heads * (latent.nope + latent.value) + heads * latent.value * shape.hidden
-    )
+        made = [("q_a_proj", latent.q_rank, hidden), ("q_b_proj", heads * shape.head, latent.q_rank)]
+    made += [
+        ("kv_a_proj_with_mqa", latent.kv_rank + latent.rope, hidden),
+        ("kv_b_proj", heads * (latent.nope + latent.value), latent.kv_rank),
+        ("o_proj", hidden, heads * latent.value),
+    ]
+    return _projections(made), vectors
+
+
+def _projections(made: list[tuple[str, int, int]]) -> list[Matrix]:
+    return [Matrix(module=f"self_attn.{name}", rows=rows, columns=columns) for name, rows, columns in made]
+
+
+def feed_forward(
+    module: str, hidden: int, middle: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[Matrix]:
+    """Gate, up and down of a layer with ``middle`` intermediate elements on a rank."""
+    gate, up, down = (f"{module}.{name}" for name in names)
+    return [
+        Matrix(module=gate, rows=middle, columns=hidden),
+        Matrix(module=up, rows=middle, columns=hidden),
+        Matrix(module=down, rows=hidden, columns=middle),
+    ]
 
 
 def _experts(shape: ModelShape, experts: Experts, layout: Layout, size: int) -> Iterator[Part]:
-    layers = len(experts.layers)
+    layers = sorted(experts.layers)
     gate, bias = experts.count * shape.hidden, experts.count if experts.biased else 0
     yield Part(
         name="gates",
-        elements=layers * (gate + bias),
-        bytes=layers * (gate * (experts.gate_bytes or size) + bias * 4),
+        elements=len(layers) * (gate + bias),
+        bytes=len(layers) * (gate * (experts.gate_bytes or size) + bias * 4),
     )
-    whole = experts.count * 3 * shape.hidden * experts.intermediate
-    held = layers * whole // layout.ranks
-    yield Part(name="experts", elements=held, bytes=held * size)
+    yield _routed(shape, experts, layout, layers)
     if experts.shared:
         ranks = 1 if spreads_tokens(shape, layout) else layout.tensor
         if experts.shared % ranks:
             raise ValueError(
                 f"tensor_parallel_size {ranks} does not divide its shared experts' size {experts.shared}"
             )
-        shared = layers * 3 * shape.hidden * experts.shared // ranks
-        yield Part(name="shared experts", elements=shared, bytes=shared * size)
+        matrices = feed_forward("mlp.shared_experts", shape.hidden, experts.shared // ranks)
+        yield _linear(shape, "shared experts", matrices, 0, layers)
+
+
+def _routed(shape: ModelShape, experts: Experts, layout: Layout, layers: list[int]) -> Part:
+    """The experts of a rank. vLLM keeps all experts of a layer as it keeps the first."""
+    held = experts.count // layout.ranks if layout.expert_parallel else experts.count
+    middle = experts.intermediate if layout.expert_parallel else experts.intermediate // layout.ranks
+    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if shape.model_type == "mixtral":
+        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+    matrices = feed_forward(f"{block}.experts.0", shape.hidden, middle, names)
+    _check_experts(shape, [f"model.layers.{number}.{matrices[0].module}" for number in layers])
+    return Part(
+        name="experts",
+        elements=len(layers) * held * sum(matrix.rows * matrix.columns for matrix in matrices),
+        bytes=sum(
+            _bytes(shape, f"model.layers.{number}.{matrix.module}", matrix, count=held, expert=True)
+            for number in layers
+            for matrix in matrices
+        ),
+    )
+
+
+def _check_experts(shape: ModelShape, modules: Iterable[str]) -> None:
+    schemes = {shape.quantization.of(module) for module in modules} if shape.quantization else set()
+    for scheme in schemes - {None, INT8_DYNAMIC}:
+        raise ValueError(
+            f"its experts are quantized as {scheme.name if scheme else ''}; experts are served as {INT8_DYNAMIC.name} "
+            "or unquantized"
+        )
 
 
 def derived(shape: ModelShape, layout: Layout) -> list[Part]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from npufleet.cluster import checkpoint
+from npufleet.cluster.checkpoint import files, siblings
+from npufleet.cluster.checkpoint.files import Stored
 
 
 def safetensors(*names: str, size: int = 4) -> bytes:
@@ -34,7 +36,8 @@ def source(tmp_path: Path) -> Path:
 
 def test_a_whole_one_is_fine(source: Path) -> None:
     assert checkpoint.check("m", source, {"tensor_parallel_size": 3}) == []
-    assert checkpoint.tensors(source / "model.safetensors") == {"a": (4,), "b": (4,)}
+    whole = Stored(shape=(4,), dtype="U8", file="model.safetensors")
+    assert files.tensors(source / "model.safetensors") == {"a": whole, "b": whole}
 
 
 def shards(source: Path, **files: bytes) -> None:
@@ -99,19 +102,36 @@ def test_what_the_user_brings_from_elsewhere_is_not_asked_for(source: Path) -> N
     assert checkpoint.check("m", source, {"tokenizer": "/t", "load_format": "dummy"}) == []
 
 
-def test_a_gap_in_the_layers_is_odd() -> None:
-    mlp = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-    whole = {f"model.layers.{layer}.mlp.{leaf}": (8, 4) for layer in range(4) for leaf in mlp}
-    assert checkpoint.doubts(whole) == []
+MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+def stored(*shape: int, dtype: str = "BF16") -> Stored:
+    return Stored(shape=shape, dtype=dtype, file="model.safetensors")
+
+
+def layers(count: int) -> dict[str, Stored]:
+    return {f"model.layers.{layer}.mlp.{leaf}": stored(8, 4) for layer in range(count) for leaf in MLP}
+
+
+def test_a_gap_in_an_inner_layer_is_an_error_and_at_the_ends_a_doubt() -> None:
+    assert siblings.findings(layers(4)) == []
+    for number, sure in ((0, False), (2, True), (3, False)):
+        lost = f"model.layers.{number}.mlp.down_proj.weight"
+        (found,) = siblings.findings({name: t for name, t in layers(4).items() if name != lost})
+        assert found.text == f"the weights lack {lost}, which the layers like it have"
+        assert found.sure is sure
+
+
+def test_an_odd_shape_is_a_doubt() -> None:
     odd = "model.layers.2.mlp.down_proj.weight"
-    lacking = {name: shape for name, shape in whole.items() if name != odd}
-    assert checkpoint.doubts(lacking) == [f"the weights lack {odd}, which most other layers have"]
-    (said,) = checkpoint.doubts({**whole, odd: (8, 3)})
-    assert said == f"{odd} has the shape [8, 3], in all other layers it is [8, 4]"
+    (found,) = siblings.findings({**layers(4), odd: stored(8, 3)})
+    assert found.text == f"{odd} has the shape [8, 3], in all other layers it is [8, 4]"
+    assert not found.sure
 
 
 def test_layers_of_several_kinds_are_not_odd() -> None:
-    dense = {"model.layers.0.dense.gate_proj.weight": (8, 4)}
-    experts = {f"model.layers.{layer}.mlp.gate.weight": (8, 4) for layer in (1, 2, 3)}
-    mixed = {f"model.layers.{layer}.attn.q.weight": (8 if layer % 2 else 16, 4) for layer in range(6)}
-    assert checkpoint.doubts({**dense, **experts, **mixed}) == []
+    dense = {f"model.layers.{layer}.mlp.up_proj.weight": stored(8, 4) for layer in (0, 1)}
+    experts = {f"model.layers.{layer}.mlp.gate.weight": stored(8, 4) for layer in (2, 3, 4)}
+    extra = {"model.layers.5.mlp.gate.weight": stored(8, 4), "model.layers.5.enorm.weight": stored(4)}
+    mixed = {f"model.layers.{layer}.attn.q.weight": stored(8 if layer % 2 else 16, 4) for layer in range(6)}
+    assert siblings.findings({**dense, **experts, **extra, **mixed}) == []

@@ -276,3 +276,120 @@ def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["plan", "memory", str(tmp_path / "nowhere")]) == 2
     assert "expected a FleetConfig" in capsys.readouterr().err
     assert cli.main(["plan", "memory", str(tmp_path)]) == 2
+
+
+# Quantized weights
+
+LINEAR_GROUP = {"targets": ["Linear"]}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+DYNAMIC = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+
+
+def compressed(*ignore: str, **group: Any) -> dict[str, Any]:
+    groups = {"group_0": {**LINEAR_GROUP, **group}}
+    details = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": list(ignore)}
+    return {"quantization_config": details}
+
+
+def by_name(shape: ModelShape, layout: Layout = Layout()) -> dict[str, int]:  # noqa: B008 - frozen
+    return {part.name: part.bytes for part in weights(shape, layout)}
+
+
+def test_int8_weights_take_a_byte_and_a_scale_for_each_channel() -> None:
+    plain = from_config(config("llama"))
+    quantized = from_config(config("llama") | compressed(weights=INT8, input_activations=DYNAMIC))
+    sizes = by_name(quantized)
+    assert counted(quantized, Layout()) == counted(plain, Layout())
+    matrices, channels, biases = 3 * 128 * 256, 2 * 256 + 128, 2 * 256 + 128
+    assert sizes["feed-forward"] == 3 * (matrices + channels * 4 + biases * 2)
+    for name in ("embedding", "norms", "output"):
+        assert sizes[name] == by_name(plain)[name]
+
+
+def test_static_inputs_add_two_numbers_for_each_channel() -> None:
+    static = DYNAMIC | {"dynamic": False, "strategy": "tensor"}
+    made = [
+        by_name(from_config(config("qwen2") | compressed(weights=INT8, input_activations=inputs)))
+        for inputs in (DYNAMIC, static)
+    ]
+    assert made[1]["feed-forward"] - made[0]["feed-forward"] == 3 * (2 * 256 + 128) * 8
+
+
+@pytest.mark.parametrize(("symmetric", "scales"), [(True, 1), (False, 2)])
+def test_int4_weights_take_half_a_byte_and_a_scale_for_each_group(symmetric: bool, scales: int) -> None:
+    grouped = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": symmetric,
+    }
+    sizes = by_name(from_config(config("qwen2") | compressed(weights=grouped, input_activations=None)))
+    elements = 3 * 128 * 256
+    assert sizes["feed-forward"] == 3 * (elements // 2 + elements // 32 * 2 * scales)
+
+
+def test_what_is_ignored_stays_as_it_was() -> None:
+    ignored = ("re:.*self_attn.*", "model.layers.1.mlp.down_proj")
+    quantized = from_config(config("llama") | compressed(*ignored, weights=INT8, input_activations=DYNAMIC))
+    whole = from_config(config("llama") | compressed(weights=INT8, input_activations=DYNAMIC))
+    plain = by_name(from_config(config("llama")))
+    assert by_name(quantized)["attention"] == plain["attention"]
+    down = 128 * 256
+    assert by_name(quantized)["feed-forward"] - by_name(whole)["feed-forward"] == down * 2 - (down + 128 * 4)
+
+
+def test_experts_have_scales_in_the_models_dtype() -> None:
+    quantized = from_config(
+        config("qwen3_moe") | compressed("re:.*mlp.gate$", weights=INT8, input_activations=DYNAMIC)
+    )
+    layout = Layout(tensor=4, expert_parallel=True)
+    one = 3 * 128 * 64 + (2 * 64 + 128) * 2
+    assert by_name(quantized, layout)["experts"] == 2 * 16 // 4 * one
+    assert by_name(quantized, layout)["gates"] == by_name(from_config(config("qwen3_moe")), layout)["gates"]
+
+
+def test_modelslim_names_each_tensor() -> None:
+    kinds = {
+        "model_quant_type": "W8A8",
+        **{f"model.layers.{n}.mlp.{p}_proj.weight": "W8A8_DYNAMIC" for n in range(3) for p in ("gate", "up")},
+        **{f"model.layers.{n}.mlp.down_proj.weight": "FLOAT" for n in range(3)},
+    }
+    sizes = by_name(from_config(config("qwen2"), description=kinds))
+    assert sizes["feed-forward"] == 3 * (2 * (128 * 256 + 256 * 4) + 128 * 256 * 2)
+    assert sizes["attention"] == by_name(from_config(config("qwen2")))["attention"]
+
+
+def test_deepseek_v3_in_int8_takes_half() -> None:
+    file = next(file for file in PUBLISHED if file.stem == "deepseek-v3")
+    published = json.loads(file.read_text())["config"] | {"torch_dtype": "bfloat16"}
+    quantized = compressed("lm_head", "re:.*mlp.gate$", weights=INT8, input_activations=DYNAMIC)
+    layout = Layout(tensor=4, data=8, expert_parallel=True)
+    whole, half = (ledger(from_config(published | x), layout, Limits(chip="A3")) for x in ({}, quantized))
+    sizes = [{part.name: part.bytes for part in found.weights} for found in (whole, half)]
+    assert 0.50 < sizes[1]["experts"] / sizes[0]["experts"] < 0.502
+    assert half.activations > whole.activations  # the 8-bit copies of inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "llama",
+            compressed(weights=INT8 | {"type": "float"}, input_activations=DYNAMIC),
+            r"8 bits \(float\) with 8-bit inputs are not served",
+        ),
+        ("mixtral", compressed(weights=INT8 | {"num_bits": 4}), "experts are quantized as W4A16"),
+        ("llama", {"quantization_config": {"quant_method": "compressed-tensors"}}, "no config_groups"),
+    ],
+)
+def test_formats_that_are_not_served_are_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ledger(from_config(config(kind) | changes), Layout())
+
+
+def test_the_command_reads_modelslims_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = {f"model.layers.0.self_attn.{name}.weight": "W8A8" for name in ("q_a_proj", "o_proj")}
+    (checkpoint / "quant_model_description.json").write_text(json.dumps(kinds))
+    assert cli.main(["plan", "memory", str(checkpoint)]) == 0
+    assert "tiny (deepseek_v3, ModelSlim, bfloat16) on 1 × A2" in capsys.readouterr().out
