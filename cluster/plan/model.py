@@ -188,6 +188,8 @@ def _experts(kind: str, config: Mapping[str, Any], number: _Numbers) -> Experts 
         having = frozenset(i for i in layers if i >= number("first_k_dense_replace", 0) and i % every == 0)
         biased = kind in ("glm4_moe", "deepseek_v3", "kimi_k2")
         biased = config.get("topk_method", "noaux_tc") == "noaux_tc" if biased else False
+    if not having:
+        return None
     return Experts(
         count=count,
         top_k=number("num_experts_per_tok"),

@@ -393,3 +393,8 @@ def test_the_command_reads_modelslims_file(checkpoint: Path, capsys: pytest.Capt
     (checkpoint / "quant_model_description.json").write_text(json.dumps(kinds))
     assert cli.main(["plan", "memory", str(checkpoint)]) == 0
     assert "tiny (deepseek_v3, ModelSlim, bfloat16) on 1 × A2" in capsys.readouterr().out
+
+
+def test_a_model_whose_layers_are_all_dense_has_no_experts() -> None:
+    found = from_config(config("deepseek_v2") | {"first_k_dense_replace": 3, "num_experts_per_tok": None})
+    assert found.experts is None
