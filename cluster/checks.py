@@ -53,5 +53,7 @@ def choice(value: object, where: str, allowed: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``allowed``, else raise ``ValueError``."""
     names = sorted(allowed)
     if value not in names:
-        raise ValueError(f"{where}: expected one of {', '.join(names)}, got {value!r}")
+        near = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{where}: expected one of {', '.join(names)}, got {value!r}{hint}")
     return str(value)

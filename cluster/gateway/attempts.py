@@ -16,6 +16,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from ..router.errors import NoEngine
 from ..router.picker import Lease, Picker, RequestInfo
+from ..router.prefix.prompt import Media, TokenPrompt
+from ..router.prefix.read import make
 from ..router.retry import RetryBudget, worth_retrying
 from .engines import FeatureCache
 from .errors import client_error, no_engine, stalled
@@ -117,9 +119,11 @@ class Attempts:
             model=self._model,
             prompt_tokens=len(request.prompt_token_ids or ()),
             request_id=request.request_id,
+            session=request.session_id or "",
             cache_salt=request.cache_salt or "",
             priority=request.priority,
             excluded=frozenset(job.tried),
+            prompt=_prompt(request),
         )
 
     def _note(self, job: Job, lease: Lease, what: str) -> None:
@@ -164,3 +168,15 @@ class Attempts:
             grpc.aio.Metadata(),
             details="the engine ended the stream without finishing the answer",
         )
+
+
+def _prompt(request: EngineCoreRequest) -> TokenPrompt | None:
+    """The prompt as prefix caches see it; None where it is not made of token ids."""
+    if not request.prompt_token_ids or request.prompt_embeds is not None:
+        return None
+    media = [
+        Media(identifier=item.identifier, offset=item.mm_position.offset, length=item.mm_position.length)
+        for item in request.mm_features or ()
+    ]
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return make(request.prompt_token_ids, media, lora=adapter, salt=request.cache_salt or "")

@@ -11,7 +11,7 @@ import grpc
 
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
-from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY
+from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, SESSION_KEY
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -65,6 +65,11 @@ class Call:
     def model(self) -> str:
         """The model asked for, or ""."""
         return self._text(MODEL_KEY)
+
+    @property
+    def session(self) -> str:
+        """The session that the request belongs to, or ""."""
+        return self._text(SESSION_KEY)
 
     @property
     def engine_id(self) -> str:

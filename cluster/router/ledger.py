@@ -3,16 +3,21 @@
 An engine's own report is a second old on average and knows nothing of what was sent after it was asked for;
 if only the report counted, a burst between two reports would go to one engine. So the ledger also keeps what
 changed since the newest report was *asked for*: a request in that gap may count twice for a moment, never
-not.
+not. A report that an engine pushes by itself was not asked for; it counts as asked for a little before it
+arrived, which is why the ledger remembers the last moments.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from npufleet.cluster.router.base import EngineLoad, LoadReport
+from npufleet.cluster.router.base import ASSUMED, EngineLoad, LoadReport, Pace
+
+_MEMORY = 5.0  # seconds of sums that are remembered, and how often one is kept
+_GRAIN = 0.02
 
 
 @dataclass(slots=True)
@@ -21,8 +26,10 @@ class _Totals:
 
     requests_sent: int = 0
     requests_ended: int = 0
+    requests_started: int = 0  # ended ones included
     tokens_sent: int = 0
     tokens_started: int = 0  # their prompt has been computed, or their request has ended
+    pairs_queued: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +44,11 @@ class Ledger:
     """Counts for one engine. ``clock`` is monotonic seconds."""
 
     def __init__(self, engine_id: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._clock = clock
         self._totals = _Totals()
         self._mark = Mark((0, 0), clock())
+        self._past: deque[Mark] = deque()  # sums just before changes
         self._report: LoadReport | None = None
 
     @property
@@ -49,28 +57,49 @@ class Ledger:
         return self._totals.requests_sent - self._totals.requests_ended
 
     @property
+    def queued(self) -> int:
+        """Requests without any output yet."""
+        return self._totals.requests_sent - self._totals.requests_started
+
+    @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of requests without any output yet."""
+        """Prompt tokens to compute for requests without any output yet."""
         return self._totals.tokens_sent - self._totals.tokens_started
 
-    def sent(self, tokens: int) -> None:
-        """A request with ``tokens`` prompt tokens goes to the engine."""
+    def sent(self, tokens: int, pairs: float = 0.0) -> None:
+        """A request goes to the engine, which has to compute ``tokens`` prompt tokens of it and ``pairs``
+        token pairs.
+        """
+        self._remember()
         self._totals.requests_sent += 1
         self._totals.tokens_sent += tokens
+        self._totals.pairs_queued += pairs
 
-    def started(self, tokens: int) -> None:
+    def started(self, tokens: int, pairs: float = 0.0) -> None:
         """Its first output came back."""
+        self._remember()
+        self._totals.requests_started += 1
         self._totals.tokens_started += tokens
+        self._totals.pairs_queued = max(0.0, self._totals.pairs_queued - pairs) if self.queued else 0.0
 
-    def ended(self, tokens: int, *, started: bool) -> None:
+    def ended(self, tokens: int, pairs: float = 0.0, *, started: bool) -> None:
         """It ended, with or without any output."""
-        self._totals.requests_ended += 1
         if not started:
-            self._totals.tokens_started += tokens
+            self.started(tokens, pairs)
+        self._remember()
+        self._totals.requests_ended += 1
 
     def mark(self) -> Mark:
         """Take the mark for a report that is about to be asked for."""
         return Mark((self.in_flight, self.queued_tokens), self._clock())
+
+    def mark_before(self, seconds: float) -> Mark:
+        """The mark of ``seconds`` ago, for a report that came unasked."""
+        at = self._clock() - seconds
+        for mark in self._past:
+            if mark.at >= at:
+                return Mark(mark.totals, at)
+        return Mark((self.in_flight, self.queued_tokens), at)
 
     def take(self, report: LoadReport, mark: Mark) -> None:
         """Believe ``report``, which answers the question asked at ``mark``, unless a newer one is here."""
@@ -85,16 +114,35 @@ class Ledger:
         """Seconds since the newest report was asked for; None without a report."""
         return None if self._report is None else self._clock() - self._mark.at
 
-    def load(self, ttl: float) -> EngineLoad:
-        """The engine's load now; a report older than ``ttl`` seconds is left out."""
-        age = self.report_age()
-        fresh = age is not None and age <= ttl
-        in_flight, queued = self.in_flight, self.queued_tokens
+    def load(self, ttl: float, *, cached: int = 0, sticky: bool = False, pace: Pace = ASSUMED) -> EngineLoad:
+        """The engine's load now; a report older than ``ttl`` seconds is left out.
+
+        ``cached``, ``sticky`` and ``pace`` are what is known about the engine for one request.
+        """
+        totals = self._totals
+        in_flight = totals.requests_sent - totals.requests_ended
+        queued_tokens = totals.tokens_sent - totals.tokens_started
+        report, mark = self._report, self._mark.totals
+        if report is not None and self._clock() - self._mark.at > ttl:
+            report = None
         return EngineLoad(
-            engine_id=self._engine_id,
-            in_flight=in_flight,
-            queued_tokens=queued,
-            report=self._report if fresh else None,
-            requests_since=in_flight - self._mark.totals[0] if fresh else 0,
-            tokens_since=queued - self._mark.totals[1] if fresh else 0,
+            self.engine_id,
+            in_flight,
+            totals.requests_sent - totals.requests_started,
+            queued_tokens,
+            totals.pairs_queued,
+            report,
+            in_flight - mark[0] if report is not None else 0,
+            queued_tokens - mark[1] if report is not None else 0,
+            cached,
+            sticky,
+            pace,
         )
+
+    def _remember(self) -> None:
+        """Keep the sums as they are before a change."""
+        now = self._clock()
+        if not self._past or now - self._past[-1].at >= _GRAIN:
+            self._past.append(Mark((self.in_flight, self.queued_tokens), now))
+            while self._past[0].at < now - _MEMORY:
+                self._past.popleft()

@@ -11,14 +11,14 @@ from types import TracebackType
 import grpc
 
 from npufleet.cluster.endpoints import EngineEndpoint
-from npufleet.cluster.router.base import Policy, RequestInfo, decide
+from npufleet.cluster.router.base import Policy, RequestInfo
+from npufleet.cluster.router.decider import Claim, Decider
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
+from npufleet.cluster.router.events import EventFollowers
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.pool import EnginePool
 
 __all__ = ["Lease", "NoEngine", "NoEngineReason", "Picker", "RequestInfo"]
-
-_UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
 
 
 class Lease:
@@ -29,14 +29,11 @@ class Lease:
     block.
     """
 
-    __slots__ = ("_member", "_open", "_started", "_tokens")
+    __slots__ = ("_claim", "_member")
 
-    def __init__(self, member: Member, prompt_tokens: int) -> None:
+    def __init__(self, member: Member, claim: Claim) -> None:
         self._member = member
-        self._tokens = prompt_tokens or _UNKNOWN_PROMPT_TOKENS
-        self._started = False
-        self._open = True
-        member.ledger.sent(self._tokens)
+        self._claim = claim
 
     @property
     def endpoint(self) -> EngineEndpoint:
@@ -50,9 +47,7 @@ class Lease:
 
     def started(self) -> None:
         """The first output came back: the prompt is no longer queued. Further calls change nothing."""
-        if self._open and not self._started:
-            self._started = True
-            self._member.ledger.started(self._tokens)
+        self._claim.started()
 
     def release(self, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
         """The request ended with ``code`` as its engine gave it. Further calls change nothing.
@@ -60,11 +55,8 @@ class Lease:
         UNAVAILABLE takes the engine out of the rotation until a probe succeeds, an internal error asks for a
         probe at once; what the client caused leaves the engine alone.
         """
-        if not self._open:
-            return
-        self._open = False
-        self._member.ledger.ended(self._tokens, started=self._started)
-        self._member.outcome(code)
+        if self._claim.ended():
+            self._member.outcome(code)
 
     def __enter__(self) -> Lease:
         return self
@@ -83,8 +75,8 @@ class Picker:
 
     def __init__(self, pool: EnginePool, policy: Policy) -> None:
         self._pool = pool
-        self._policy = policy
-        self._tickets: dict[str, int] = {}
+        self._decider = Decider(policy)
+        self._events = EventFollowers(pool, self._decider)
 
     @property
     def pool(self) -> EnginePool:
@@ -94,7 +86,17 @@ class Picker:
     @property
     def policy(self) -> Policy:
         """The policy in use."""
-        return self._policy
+        return self._decider.policy
+
+    @property
+    def decider(self) -> Decider:
+        """What the policy decides with."""
+        return self._decider
+
+    @property
+    def events(self) -> EventFollowers:
+        """The subscriptions to engines' KV events, empty where the policy reads none."""
+        return self._events
 
     def models(self) -> dict[str, int]:
         """Every known model deployment with its number of engines that can take a request now."""
@@ -116,9 +118,8 @@ class Picker:
                 f"every ready engine of model {model!r} already failed this request ({len(members)} tried)",
                 retry_after=self._pool.retry_after,
             )
-        ticket = self._tickets.get(model, 0)
-        self._tickets[model] = ticket + 1
-        chosen = decide(self._policy, info, [member.load() for member in candidates], ticket)
-        member = next(m for m in candidates if m.engine_id == chosen.engine_id)
+        ledgers = [member.ledger for member in candidates]
+        claim = self._decider.choose(model, info, ledgers, self._pool.settings.load_ttl)
+        member = candidates[ledgers.index(claim.ledger)]
         self._pool.on_pick(member)
-        return Lease(member, info.prompt_tokens)
+        return Lease(member, claim)

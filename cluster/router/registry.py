@@ -7,11 +7,19 @@ from importlib import import_module
 
 from npufleet.cluster.router.base import Policy
 
-DEFAULT_POLICY = "least-load"
+DEFAULT_POLICY = "predicted-ttft"
 
+_FOLDER = "npufleet.cluster.router.policies"
 _POLICIES = {
-    "round-robin": ("npufleet.cluster.router.round_robin", "RoundRobin"),
-    "least-load": ("npufleet.cluster.router.least_load", "LeastLoad"),
+    "round-robin": ("round_robin", "RoundRobin"),
+    "random": ("random_pick", "RandomPick"),
+    "power-of-two": ("power_of_two", "PowerOfTwo"),
+    "least-load": ("least_load", "LeastLoad"),
+    "sticky-session": ("sticky_session", "StickySession"),
+    "consistent-hash": ("consistent_hash", "ConsistentHash"),
+    "approximate-prefix": ("approximate_prefix", "ApproximatePrefix"),
+    "precise-prefix": ("precise_prefix", "PrecisePrefix"),
+    "predicted-ttft": ("predicted_ttft", "PredictedTtft"),
 }
 
 
@@ -28,6 +36,6 @@ def load_policy(name: str) -> Policy:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"unknown routing policy {name!r}{hint}; known: {', '.join(known_policies())}")
     module, attribute = _POLICIES[key]
-    policy = getattr(import_module(module), attribute)()
+    policy = getattr(import_module(f"{_FOLDER}.{module}"), attribute)()
     assert isinstance(policy, Policy)
     return policy

@@ -67,7 +67,7 @@ class Relay:
     ) -> Any:
         arrived = time.perf_counter()
         try:
-            head = read_head(method, raw)
+            head = read_head(method, raw, call.metadata)
         except ValueError as error:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         model = self._picker.pool.resolve(call.model)
@@ -79,7 +79,13 @@ class Relay:
             if live.engine_request_id != head.request_id:
                 raw = with_request_id(raw, live.engine_request_id)
             info = RequestInfo(
-                model=model, prompt_tokens=head.prompt_tokens, request_id=live.engine_request_id
+                model=model,
+                prompt_tokens=head.prompt_tokens,
+                request_id=live.engine_request_id,
+                session=call.session or head.session,
+                cache_salt=head.cache_salt,
+                priority=head.priority,
+                prompt=head.prompt,
             )
             job = _Job(call=call, method=method, raw=raw, info=info, live=live, arrived=arrived)
             return await answer(job)

@@ -52,6 +52,7 @@ class RouterHandle:
         self._closed = True
         self._front.begin_close()
         await self._server.stop(grace)
+        self.picker.events.close()
         await self.picker.pool.close()
 
     async def wait_ready(self, seconds: float) -> None:

@@ -6,24 +6,30 @@ length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
+from npufleet.cluster.proto.extension import ExtensionError, from_metadata
+from npufleet.cluster.router.prefix.prompt import TokenPrompt
+from npufleet.cluster.router.prefix.read import from_message
+
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods}
 
 MODEL_KEY = "x-npufleet-model"  # request metadata: the model deployment
 ENGINE_KEY = "x-npufleet-engine"  # in an answer: who gave it; in a control call: who shall
+SESSION_KEY = "x-npufleet-session"  # request metadata: requests of one conversation carry the same
 
 _CHARS_PER_TOKEN = 4  # a guess, for text prompts only
 _REQUEST_ID_TAG = b"\x0a"  # field 1, length-delimited, in GenerateRequest and EmbedRequest alike
 
 M = TypeVar("M", bound=Message)
 
-__all__ = ["ENGINE_KEY", "METHODS", "MODEL_KEY", "SERVICE", "common_pb2", "pb"]
+__all__ = ["ENGINE_KEY", "METHODS", "MODEL_KEY", "SERVICE", "SESSION_KEY", "common_pb2", "pb"]
 
 
 class Head(NamedTuple):
@@ -31,6 +37,10 @@ class Head(NamedTuple):
 
     request_id: str
     prompt_tokens: int
+    prompt: TokenPrompt | None = None  # where its token ids are known
+    session: str = ""
+    cache_salt: str = ""
+    priority: int = 0
 
 
 def path(method: str) -> str:
@@ -39,15 +49,29 @@ def path(method: str) -> str:
     return f"/{SERVICE}/{method}"
 
 
-def read_head(method: str, raw: bytes) -> Head:
-    """The id and prompt length of ``raw``, a request of ``method``; ValueError where it is not one."""
+def read_head(method: str, raw: bytes, metadata: Sequence[tuple[str, str | bytes]] = ()) -> Head:
+    """What ``raw``, a request of ``method``, and its extension in ``metadata`` say; ValueError where it is not
+    such a request. An extension that cannot be read is the engine's to refuse.
+    """
     if method == "Embed":
         embed = parse(pb.EmbedRequest, raw)
         return Head(embed.request_id, len(embed.tokenized.input_ids))
     generate = parse(pb.GenerateRequest, raw)
+    try:
+        fields = from_metadata(metadata)
+    except ExtensionError:
+        fields = {}
+    length = len(generate.tokenized.input_ids)
     if generate.WhichOneof("input") == "text":
-        return Head(generate.request_id, max(1, len(generate.text) // _CHARS_PER_TOKEN))
-    return Head(generate.request_id, len(generate.tokenized.input_ids))
+        length = max(1, len(generate.text) // _CHARS_PER_TOKEN)
+    return Head(
+        generate.request_id,
+        length,
+        from_message(generate, fields),
+        fields.get("session_id") or "",
+        fields.get("cache_salt") or "",
+        fields.get("priority") or 0,
+    )
 
 
 def parse(kind: type[M], raw: bytes) -> M:

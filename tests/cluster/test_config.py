@@ -48,7 +48,7 @@ def test_plain_data_reads_back_equal() -> None:
         (fleet(gateway={"port": 70000}), "expected an integer from 0 to 65535, got 70000"),
         (fleet(gateway={"port": True}), "got True"),
         (fleet(gateway={"prot": 1}), "did you mean 'port'?"),
-        (fleet(router={"policy": "best"}), "expected one of least-load, round-robin, got 'best'"),
+        (fleet(router={"policy": "best"}), "sticky-session, got 'best'"),
         (fleet(router=[]), "fleet.router: expected a mapping"),
         (model(engines=0), "fleet.models[0].engines: expected an integer from 1"),
         (model(engines={"min": 1, "max": 2}), "keeps a fixed number of engines"),

@@ -21,18 +21,20 @@ KV_TOKENS = 300
 _KV_FULL = 0.999
 
 
+def waiting_work(engine: EngineLoad) -> float:
+    """Work before a new request on ``engine``, in prompt tokens; never negative."""
+    kv_usage = 0.0
+    if engine.report is not None:
+        kv_usage = min(max(engine.report.kv_usage, 0.0), _KV_FULL)
+    kv_tokens = KV_TOKENS * kv_usage / (1.0 - kv_usage)
+    return engine.waiting_tokens() + REQUEST_TOKENS * engine.requests() + kv_tokens
+
+
 class LeastLoad(Policy):
     """Sends a request where the least work is waiting."""
 
     name = "least-load"
 
     def score(self, request: RequestInfo, engine: EngineLoad) -> float:
-        """Work before a new request on ``engine``, in prompt tokens; never negative."""
-        requests, tokens, kv_usage = engine.in_flight, engine.queued_tokens, 0.0
-        report = engine.report
-        if report is not None:
-            # Never below what this router knows to be there: a report can be too early for it.
-            requests = max(requests, report.running + report.waiting + engine.requests_since)
-            tokens = max(0, report.waiting_tokens + engine.tokens_since)
-            kv_usage = min(max(report.kv_usage, 0.0), _KV_FULL)
-        return tokens + REQUEST_TOKENS * requests + KV_TOKENS * kv_usage / (1.0 - kv_usage)
+        """Work before a new request on ``engine``, in prompt tokens."""
+        return waiting_work(engine)

@@ -1,0 +1,152 @@
+"""From a request to an engine, without any connection: what the picker and the fleet simulator share.
+
+A decider holds one policy and, per model deployment, what that policy wants to know: prefix blocks, paces,
+where sessions are. A :class:`Claim` is one request's place on one engine; it keeps all of that up to date.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from npufleet.cluster.router.base import ASSUMED, EngineLoad, Policy, PrefixView, RequestInfo, decide
+from npufleet.cluster.router.ledger import Ledger
+from npufleet.cluster.router.pace import PaceBook, Sight
+from npufleet.cluster.router.prefix.base import PrefixSource
+from npufleet.cluster.router.prefix.guess import PrefixGuess
+from npufleet.cluster.router.prefix.index import PrefixIndex
+from npufleet.cluster.router.sessions import Sessions
+
+UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
+
+
+@dataclass(eq=False, slots=True)
+class _Model:
+    """What is known of one model deployment."""
+
+    prefix: PrefixSource | None
+    paces: PaceBook
+    sessions: Sessions
+    tickets: int = 0
+
+
+class Claim:
+    """One request on one engine. Call :meth:`started` at the first output and :meth:`ended` at the end."""
+
+    __slots__ = ("_decider", "_expectation", "_model", "_open", "_pairs", "_sent_at", "_sight", "_started",
+                 "_tokens", "cached_tokens", "ledger")  # fmt: skip
+
+    def __init__(
+        self, decider: Decider, model: _Model, ledger: Ledger, load: EngineLoad, info: RequestInfo
+    ) -> None:
+        prompt = info.prompt_tokens or UNKNOWN_PROMPT_TOKENS
+        self.cached_tokens = min(load.cached_tokens, prompt - 1)
+        self._decider, self._model, self.ledger = decider, model, ledger
+        self._tokens = prompt - self.cached_tokens
+        self._pairs = self._tokens * (self.cached_tokens + self._tokens / 2)
+        self._sight = Sight(
+            load.waiting_tokens() + self._tokens, load.decoding(), load.queued_pairs + self._pairs
+        )
+        self._started = False
+        self._open = True
+        self._sent_at = decider.clock()
+        self._expectation: object = None
+        if model.prefix is not None and info.prompt is not None:
+            self._expectation = model.prefix.expect(ledger.engine_id, info.prompt)
+        ledger.sent(self._tokens, self._pairs)
+
+    @property
+    def engine_id(self) -> str:
+        """The engine."""
+        return self.ledger.engine_id
+
+    def started(self) -> None:
+        """The first output came back: the prompt is no longer queued. Further calls change nothing."""
+        if not self._open or self._started:
+            return
+        self._started = True
+        self.ledger.started(self._tokens, self._pairs)
+        if self._decider.policy.learns:
+            seconds = self._decider.clock() - self._sent_at
+            self._model.paces.learn(self.engine_id, self._sight, seconds)
+        if self._expectation is not None and self._model.prefix is not None:
+            self._model.prefix.started(self._expectation)
+
+    def ended(self) -> bool:
+        """The request ended; False where that was known already."""
+        if not self._open:
+            return False
+        self._open = False
+        self.ledger.ended(self._tokens, self._pairs, started=self._started)
+        if self._expectation is not None and self._model.prefix is not None:
+            self._model.prefix.ended(self._expectation)
+        return True
+
+
+class Decider:
+    """Chooses among ledgers with one policy. Belongs to one event loop."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy = policy
+        self.clock = clock
+        self._models: dict[str, _Model] = {}
+
+    def index(self, model: str) -> PrefixIndex | None:
+        """The index that wants the KV events of the model's engines, None where the policy does not."""
+        prefix = self._model(model).prefix
+        return prefix if isinstance(prefix, PrefixIndex) else None
+
+    def paces(self, model: str) -> PaceBook:
+        """What is known of the paces of the model's engines."""
+        return self._model(model).paces
+
+    def forget(self, model: str, engine_id: str) -> None:
+        """The engine is gone."""
+        known = self._model(model)
+        known.paces.forget(engine_id)
+        if known.prefix is not None:
+            known.prefix.drop(engine_id)
+
+    def choose(self, model: str, info: RequestInfo, ledgers: Sequence[Ledger], ttl: float) -> Claim:
+        """Claim the best of ``ledgers`` (at least one, in a stable order) for ``info``.
+
+        A load report older than ``ttl`` seconds is not believed.
+        """
+        known = self._model(model)
+        loads = self.look(model, info, ledgers, ttl)
+        ticket = known.tickets
+        known.tickets += 1
+        chosen = decide(self.policy, info, loads, ticket)
+        ledger = ledgers[next(i for i, load in enumerate(loads) if load is chosen)]
+        if self.policy.sessions and info.session:
+            known.sessions.put(info.session, ledger.engine_id)
+        return Claim(self, known, ledger, chosen, info)
+
+    def look(self, model: str, info: RequestInfo, ledgers: Sequence[Ledger], ttl: float) -> list[EngineLoad]:
+        """The snapshot that the policy decides on."""
+        known, policy = self._model(model), self.policy
+        cached = known.prefix.match(info.prompt) if known.prefix is not None and info.prompt else {}
+        stuck = known.sessions.engine(info.session) if policy.sessions and info.session else ""
+        paces = known.paces
+        return [
+            ledger.load(
+                ttl,
+                cached=cached.get(ledger.engine_id, 0),
+                sticky=ledger.engine_id == stuck,
+                pace=paces.of(ledger.engine_id) if policy.learns else ASSUMED,
+            )
+            for ledger in ledgers
+        ]
+
+    def _model(self, model: str) -> _Model:
+        known = self._models.get(model)
+        if known is None:
+            view = self.policy.prefix
+            prefix: PrefixSource | None = None
+            if view is PrefixView.PRECISE:
+                prefix = PrefixIndex(clock=self.clock)
+            elif view is PrefixView.APPROXIMATE:
+                prefix = PrefixGuess(clock=self.clock)
+            known = self._models[model] = _Model(prefix, PaceBook(), Sessions(clock=self.clock))
+        return known

@@ -1,0 +1,58 @@
+"""The engine that gives the first token soonest, and where computing it holds up others least.
+
+    wait    = token * tokens waiting + pair * token pairs waiting + token_decode * those tokens * decoding
+    own     = token * uncached + pair * uncached * (cached + uncached / 2) + token_decode * uncached * decoding
+    cost    = base + wait + OWN * own
+
+with the pace of that engine as learnt from its answers (``router/pace.py``). ``wait + own`` is the predicted
+time to first token. The own part counts more than once because it is work that this pick adds to the fleet:
+whoever comes next waits for it too. On an idle fleet the sum hardly differs from the plain prediction; on a
+busy one it keeps prompts where they are cached, which is what keeps it from getting busier.
+
+A KV cache about to run full preempts requests or makes new ones wait for ends, which no queue shows before it
+happens; it adds a term of its own, 0 until most blocks are in use.
+
+Falls back by itself: without a fresh report the router's own counts stand for the queue, without events
+nothing counts as cached beyond what was just sent, and without answers all engines have one assumed pace,
+which leaves the order of the costs right.
+"""
+
+from __future__ import annotations
+
+from npufleet.cluster.router.base import EngineLoad, Policy, PrefixView, RequestInfo
+
+OWN = 2.0
+KV_FREE = 0.85  # share of blocks in use up to which the cache holds up nobody
+KV_SECONDS = 1.0  # cost of a cache that is full
+UNKNOWN_TOKENS = 1024
+
+
+def predict(request: RequestInfo, engine: EngineLoad) -> tuple[float, float]:
+    """``(wait, own)``: seconds before the request's prompt is computed, and for computing it there."""
+    pace = engine.pace
+    decode = pace.token_decode * engine.decoding()
+    prompt = request.prompt_tokens or UNKNOWN_TOKENS
+    uncached = max(1, prompt - engine.cached_tokens)
+    pairs = uncached * (engine.cached_tokens + uncached / 2)
+    own = (pace.token + decode) * uncached + pace.pair * pairs
+    waiting = engine.waiting_tokens()
+    queued_pairs = engine.queued_pairs
+    if waiting > engine.queued_tokens:  # of others' prompts only the tokens are known: take ours for typical
+        queued_pairs *= waiting / engine.queued_tokens if engine.queued_tokens else 0.0
+    return (pace.token + decode) * waiting + pace.pair * queued_pairs, own
+
+
+class PredictedTtft(Policy):
+    """Least predicted time to first token plus the load that the pick adds."""
+
+    name = "predicted-ttft"
+    prefix = PrefixView.PRECISE
+    learns = True
+
+    def score(self, request: RequestInfo, engine: EngineLoad) -> float:
+        """Cost in seconds."""
+        wait, own = predict(request, engine)
+        full = 0.0
+        if engine.report is not None and engine.report.kv_usage > KV_FREE:
+            full = KV_SECONDS * min(1.0, (engine.report.kv_usage - KV_FREE) / (1.0 - KV_FREE))
+        return engine.pace.base + wait + OWN * own + full
