@@ -88,7 +88,8 @@ def run(folder: Path, target: str) -> str | None:
         return f"{target}: no end within {SECONDS:.0f} s"
     if process.returncode == 0:
         return None
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    # pytest's own summary only: an engine's log has lines that begin with ERROR too
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
     return failed[0].split(" ", 1)[1].split(" - ")[0] if failed else f"{target}: {output.strip()[-200:]}"
 
 
