@@ -2,7 +2,9 @@
 SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+# Two processes, each taking whole files: engines that a file's tests share are started once.
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 PORT ?= 8000
 
 .DEFAULT_GOAL := help
