@@ -16,6 +16,7 @@ import yaml
 from . import checks
 from .engine import args as engine_args
 from .router.registry import DEFAULT_POLICY, known_policies
+from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
 DEVICES = ("npu", "virtual")
 LOOPBACK = "127.0.0.1"
@@ -38,9 +39,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The gRPC router: how it chooses engines and where it listens."""
+    """The gRPC router: how it chooses and reaches engines, and where it listens."""
 
     policy: str = DEFAULT_POLICY
+    transport: str = DEFAULT_TRANSPORT  # the gRPC client towards engines
     host: str = LOOPBACK
     port: int = 50051
 
@@ -202,6 +204,9 @@ def _router(data: object, where: str) -> RouterConfig:
     return replace(
         RouterConfig(),
         policy=checks.choice(given.get("policy", DEFAULT_POLICY), f"{where}.policy", known_policies()),
+        transport=checks.choice(
+            given.get("transport", DEFAULT_TRANSPORT), f"{where}.transport", known_transports()
+        ),
         host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
     )

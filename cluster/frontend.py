@@ -73,12 +73,14 @@ class Frontend:
 
     async def _start_router(self) -> RouterHandle:
         from .router.server import serve_router
+        from .router.settings import RouterSettings
 
         return await serve_router(
             ControllerSource(self._controller),
             host=self.config.router.host,
             port=self.config.router.port,
             policy=self.config.router.policy,
+            settings=RouterSettings(transport=self.config.router.transport),
             registry=self._metrics.registry,
         )
 

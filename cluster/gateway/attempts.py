@@ -143,25 +143,31 @@ class Attempts:
         reader = ResponseReader(
             job.request, stream=message.stream, ranked=ranked, max_model_len=job.max_model_len
         )
-        generate = lease.channel.unary_stream(
-            _GENERATE,
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
+        done = False
+
+        def take(raw: bytes) -> None:
+            nonlocal done
+            job.heard_at = time.monotonic()
+            done = reader.feed(pb.GenerateResponse.FromString(raw), self._emit())
+            if not job.tokens:
+                lease.started()
+                self._budget.succeeded()
+            job.tokens = reader.tokens
+
         job.heard_at = time.monotonic()
-        job.call = call = generate(message, metadata=metadata or None, timeout=self._settings.request_timeout)
+        job.call = call = lease.channel.listen(
+            _GENERATE,
+            message.SerializeToString(),
+            on_message=take,
+            metadata=metadata,
+            timeout=self._settings.request_timeout,
+        )
         try:
-            async for response in call:
-                job.heard_at = time.monotonic()
-                done = reader.feed(response, self._emit())
-                if not job.tokens:
-                    lease.started()
-                    self._budget.succeeded()
-                job.tokens = reader.tokens
-                if done:
-                    return
+            await call
         finally:
             call.cancel()
+        if done:
+            return
         raise grpc.aio.AioRpcError(
             grpc.StatusCode.INTERNAL,
             grpc.aio.Metadata(),

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
-import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from ..proto.features import EngineFeatures, read
+from ..transport.base import EngineChannel
 
 MAX_TOKENIZER_BYTES = 512 << 20
 _REMEMBERED = 1024
 
 
-async def fetch_tokenizer(channel: grpc.aio.Channel, deadline_s: float) -> bytes:
+async def fetch_tokenizer(channel: EngineChannel, deadline_s: float) -> bytes:
     """The tokenizer archive (zip) of the engine behind ``channel``.
 
     Raises ``ValueError`` for an archive that is too large or whose checksum does not fit, ``AioRpcError``
@@ -38,7 +38,7 @@ async def fetch_tokenizer(channel: grpc.aio.Channel, deadline_s: float) -> bytes
 
 
 async def fetch_model_info(
-    channel: grpc.aio.Channel, deadline_s: float
+    channel: EngineChannel, deadline_s: float
 ) -> tuple[pb.GetModelInfoResponse, EngineFeatures]:
     """What the engine serves, and which extension fields it understands."""
     call = pb_grpc.VllmEngineStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=deadline_s)
@@ -52,7 +52,7 @@ class FeatureCache:
         self._deadline_s = deadline_s
         self._known: OrderedDict[str, EngineFeatures] = OrderedDict()
 
-    async def of(self, engine_id: str, channel: grpc.aio.Channel) -> EngineFeatures:
+    async def of(self, engine_id: str, channel: EngineChannel) -> EngineFeatures:
         """The features of ``engine_id``; raises ``AioRpcError`` when it cannot be asked."""
         known = self._known.get(engine_id)
         if known is None:

@@ -20,9 +20,11 @@ from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.base import EngineLoad
 from npufleet.cluster.router.errors import BROKE, LOST
 from npufleet.cluster.router.ledger import Ledger
-from npufleet.cluster.router.probe import HealthProbe, channel_options, sum_loads
+from npufleet.cluster.router.probe import HealthProbe, sum_loads
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import path, pb
+from npufleet.cluster.transport.base import EngineChannel
+from npufleet.cluster.transport.registry import open_channel
 
 _log = logging.getLogger(__name__)
 _SHORTEST_HOLD = 0.05
@@ -49,7 +51,9 @@ class Member:
         on_change: Callable[[Member, MemberState, str], None],
     ) -> None:
         self.endpoint = endpoint
-        self.channel = grpc.aio.insecure_channel(endpoint.address, options=channel_options(settings))
+        self.channel: EngineChannel = open_channel(
+            settings.transport, endpoint.address, settings.link(), settings.tls
+        )
         self.ledger = Ledger(endpoint.engine_id)
         self._settings = settings
         self._on_change = on_change

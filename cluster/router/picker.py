@@ -17,6 +17,7 @@ from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.events import EventFollowers
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.pool import EnginePool
+from npufleet.cluster.transport.base import EngineChannel
 
 __all__ = ["Lease", "NoEngine", "NoEngineReason", "Picker", "RequestInfo"]
 
@@ -41,7 +42,7 @@ class Lease:
         return self._member.endpoint
 
     @property
-    def channel(self) -> grpc.aio.Channel:
+    def channel(self) -> EngineChannel:
         """The pool's channel to that engine. It belongs to the pool: do not close it."""
         return self._member.channel
 

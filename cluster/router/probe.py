@@ -1,4 +1,4 @@
-"""How the router asks an engine about itself: the link's options, the health check, the load report."""
+"""How the router asks an engine about itself: the health check, the load report."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from npufleet.cluster.router.base import LoadReport
-from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import path, pb
+from npufleet.cluster.transport.base import EngineChannel
 
 
 class HealthProbe:
@@ -17,7 +17,7 @@ class HealthProbe:
     connection is seen on the channel anyway.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, timeout: float) -> None:
+    def __init__(self, channel: EngineChannel, timeout: float) -> None:
         self._timeout = timeout
         self._standard = True
         self._check = channel.unary_unary(
@@ -62,30 +62,3 @@ def sum_loads(answer: pb.GetLoadsResponse) -> LoadReport:
         waiting_tokens=sum(max(0, load.num_waiting_uncached_tokens) for load in loads),
         kv_usage=sum(load.token_usage for load in loads) / len(loads),
     )
-
-
-def channel_options(settings: RouterSettings) -> list[tuple[str, int]]:
-    """gRPC channel options of a link to an engine.
-
-    ``grpc.http2.ping_timeout_ms`` is what bounds the discovery of a frozen peer; the keepalive timeout alone
-    leaves it at a minute.
-    """
-    timeout_ms = int(settings.keepalive_timeout * 1000)
-    backoff_ms = int(settings.reconnect_backoff * 1000)
-    return [
-        ("grpc.keepalive_time_ms", int(settings.keepalive_time * 1000)),
-        ("grpc.keepalive_timeout_ms", timeout_ms),
-        ("grpc.http2.ping_timeout_ms", timeout_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", min(100, backoff_ms)),
-        ("grpc.min_reconnect_backoff_ms", min(100, backoff_ms)),
-        ("grpc.max_reconnect_backoff_ms", backoff_ms),
-        ("grpc.enable_retries", 0),  # the router retries, on another engine
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # its own connection, so its own state
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", settings.max_metadata_bytes),
-        ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
-    ]

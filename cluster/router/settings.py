@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from npufleet.cluster.proto.extension import METADATA_LIMIT
+from npufleet.cluster.transport.base import LinkSettings, Tls
+from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, check_transport
 
 _MIB = 1 << 20
 
@@ -14,6 +16,8 @@ class RouterSettings:
     """Times are seconds, sizes are bytes. A value that is not positive is a ValueError."""
 
     # The link to an engine
+    transport: str = DEFAULT_TRANSPORT  # a name of transport/registry.py
+    tls: Tls | None = None  # None: engines are reached without TLS
     keepalive_time: float = 5.0  # a ping goes out after this much silence
     keepalive_timeout: float = 2.0  # and the engine counts as lost when it is not answered within this
     reconnect_backoff: float = 1.0  # the longest pause between two connection attempts
@@ -42,5 +46,15 @@ class RouterSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise ValueError(f"router setting {item.name} must be above 0, got {value!r}")
+        check_transport(self.transport)
+
+    def link(self) -> LinkSettings:
+        """What of this concerns the links to engines."""
+        return LinkSettings(
+            keepalive_time=self.keepalive_time,
+            keepalive_timeout=self.keepalive_timeout,
+            reconnect_backoff=self.reconnect_backoff,
+            max_metadata_bytes=self.max_metadata_bytes,
+        )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,6 +40,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
     healthy: bool = True
     loads: list[pb.SchedulerLoad] = field(default_factory=list)
     options: tuple[tuple[str, int], ...] = ()
+    credentials: tuple[Path, Path, Path, bool] | None = None  # CA, certificate, key, clients must show one
 
     seen: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -56,7 +58,13 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *self.options])
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port(self.address)
+        if self.credentials is None:
+            self.port = self.server.add_insecure_port(self.address)
+        else:
+            ca, certificate, key = (path.read_bytes() for path in self.credentials[:3])
+            mutual = self.credentials[3]
+            shown = grpc.ssl_server_credentials([(key, certificate)], ca if mutual else None, mutual)
+            self.port = self.server.add_secure_port(self.address, shown)
         await self.server.start()
         return self
 

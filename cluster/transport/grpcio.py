@@ -1,0 +1,97 @@
+"""Links over grpcio: the reference that our own transport is held against."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from npufleet.cluster.transport.base import LinkSettings, Listening, OnMessage, Pairs, Tls
+
+
+class GrpcioChannel:
+    """A ``grpc.aio.Channel`` with the options of a link to an engine."""
+
+    def __init__(self, address: str, settings: LinkSettings, tls: Tls | None = None) -> None:
+        options: list[tuple[str, Any]] = list(channel_options(settings))
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            if tls.server_name is not None:
+                options.append(("grpc.ssl_target_name_override", tls.server_name))
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
+        self._listening: set[asyncio.Task[Any]] = set()
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """As ``grpc.aio.Channel.unary_unary``."""
+        return self._channel.unary_unary(method, *args, **kwargs)
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """As ``grpc.aio.Channel.unary_stream``."""
+        return self._channel.unary_stream(method, *args, **kwargs)
+
+    def listen(
+        self, method: str, request: bytes, *, on_message: OnMessage, metadata: Pairs, timeout: float
+    ) -> Listening:
+        """Read the stream in a task that calls ``on_message``."""
+        call = self._channel.unary_stream(method)(request, metadata=tuple(metadata), timeout=timeout)
+        task = asyncio.create_task(_pump(call, on_message))
+        self._listening.add(task)
+        task.add_done_callback(self._listening.discard)
+        return task
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As ``grpc.aio.Channel.get_state``."""
+        return self._channel.get_state(try_to_connect)
+
+    def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> Awaitable[None]:
+        """As ``grpc.aio.Channel.wait_for_state_change``."""
+        return self._channel.wait_for_state_change(last_observed_state)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close it."""
+        await self._channel.close(grace)
+
+
+async def _pump(call: Any, on_message: OnMessage) -> Any:
+    try:
+        async for message in call:
+            try:
+                on_message(message)
+            except Exception as error:
+                none = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.INTERNAL, none, none, f"the answer could not be used: {error!r}"
+                ) from error
+        return await call.trailing_metadata()
+    finally:
+        call.cancel()  # does nothing to a stream that has ended
+
+
+def channel_options(settings: LinkSettings) -> list[tuple[str, int]]:
+    """gRPC channel options of a link to an engine.
+
+    ``grpc.http2.ping_timeout_ms`` is what bounds the discovery of a frozen peer; the keepalive timeout alone
+    leaves it at a minute.
+    """
+    timeout_ms = int(settings.keepalive_timeout * 1000)
+    backoff_ms = int(settings.reconnect_backoff * 1000)
+    return [
+        ("grpc.keepalive_time_ms", int(settings.keepalive_time * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", min(100, backoff_ms)),
+        ("grpc.min_reconnect_backoff_ms", min(100, backoff_ms)),
+        ("grpc.max_reconnect_backoff_ms", backoff_ms),
+        ("grpc.enable_retries", 0),  # the router retries, on another engine
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # its own connection, so its own state
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", settings.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+    ]
