@@ -43,8 +43,8 @@ parity: setup ## Every model family against transformers; writes docs/parity.md
 bench-engine: setup ## Engine on a virtual NPU against vLLM's CPU backend; whole path against the engine; host overhead
 	$(BIN)/python benchmarks/engine.py
 
-bench-router: setup ## Router relay cost per token against a direct stream
-	$(BIN)/python benchmarks/router_relay.py
+bench-router: setup ## The router and gateway beside other routers over the same mock engines: CPU per token, added latency
+	$(BIN)/python -m benchmarks.router
 
 seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and count those that the tests catch
 	$(BIN)/python benchmarks/seeded_faults --write docs/seeded-faults.md

@@ -14,6 +14,8 @@ from npufleet.cluster.router.command import add_engines, endpoints, stop_asked
 from npufleet.cluster.router.pool import StaticSource
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.server import serve_router
+from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, known_transports
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=50050, help="gRPC port, 0 = any (default %(default)s)")
     names = ", ".join(known_policies())
     made.add_argument("--policy", default=DEFAULT_POLICY, help=f"{names} (default %(default)s)")
+    made.add_argument(
+        "--transport",
+        default=DEFAULT_TRANSPORT,
+        choices=known_transports(),
+        help="gRPC client towards engines (default %(default)s)",
+    )
     made.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
     made.add_argument("--grace", type=float, default=30.0, help="seconds for running calls to end on SIGTERM")
     return made
@@ -37,7 +45,15 @@ async def run(args: argparse.Namespace) -> None:
     source = StaticSource(endpoints(args.engine, args.model))
     registry = CollectorRegistry()
     stop = stop_asked()
-    handle = await serve_router(source, host=args.host, port=args.port, policy=args.policy, registry=registry)
+    settings = RouterSettings(transport=args.transport)
+    handle = await serve_router(
+        source,
+        host=args.host,
+        port=args.port,
+        policy=args.policy,
+        registry=registry,
+        settings=settings,
+    )
     if args.metrics_port is not None:
         start_http_server(args.metrics_port, addr=args.host, registry=registry)
     print(f"router listens on {handle.address}", flush=True)

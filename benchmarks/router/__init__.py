@@ -1,0 +1,1 @@
+"""What routers cost: ours and others', side by side over the same mock engines."""
