@@ -58,16 +58,20 @@ class GrpcioChannel:
 async def _pump(call: Any, on_message: OnMessage) -> Any:
     try:
         async for message in call:
-            try:
-                on_message(message)
-            except Exception as error:
+            if fault := _hand_over(message, on_message):
                 none = grpc.aio.Metadata()
-                raise grpc.aio.AioRpcError(
-                    grpc.StatusCode.INTERNAL, none, none, f"the answer could not be used: {error!r}"
-                ) from error
+                raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, fault)
         return await call.trailing_metadata()
     finally:
         call.cancel()  # does nothing to a stream that has ended
+
+
+def _hand_over(message: bytes, on_message: OnMessage) -> str:
+    try:
+        on_message(message)
+    except Exception as error:  # noqa: BLE001 - supervisor: a reader's fault ends its call, not the others
+        return f"the answer could not be used: {error!r}"
+    return ""
 
 
 def channel_options(settings: LinkSettings) -> list[tuple[str, int]]:
