@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 
+from npufleet.kernels.virtual import counters
 from npufleet.plugin.attention.layout import paged_kv
 from npufleet.plugin.graph import ACLGraphWrapper
 from npufleet.plugin.model_runner import NPUModelRunner
@@ -55,6 +56,21 @@ def test_the_engine_runs_our_classes(runner: NPUModelRunner) -> None:
     assert type(runner.sampler.topk_topp_sampler) is NPUTopKTopPSampler
     assert runner.device.type == "npu"
     assert sorted(d.num_tokens for d in runner.model._graphs) == [1, 2, 4]
+
+
+def test_a_decode_step_waits_for_nothing_but_its_tokens(llm: LLM) -> None:
+    """Two events a step: that of the tokens, and vLLM's guard of its input buffers, read long before."""
+    engine, batch = llm.llm_engine, 2
+    for i in range(batch):
+        engine.add_request(str(i), prompt(9, i), greedy(8))
+    engine.step()  # the prompts
+    engine.step()
+    counters.reset()
+    for _ in range(4):
+        assert len(engine.step()) == batch
+    assert counters.read().syncs == {"stream": 0, "device": 0, "event": 8, "copy_to_host": 0}
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def test_graphs_give_the_tokens_of_eager_steps(llm: LLM) -> None:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from npufleet.kernels.virtual import counters
+
 from .process import report
 
 MIB = 1 << 20
@@ -29,6 +31,31 @@ def test_reserved_memory_and_free_memory_move():
     del x
     torch.npu.empty_cache()
     assert torch.npu.mem_get_info() == (free, total)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "non_blocking", "waits"),
+    [(True, True, 0), (True, False, 1), (False, True, 1), (False, False, 1)],
+)
+def test_only_a_copy_into_pinned_memory_lets_the_host_go_on(pinned, non_blocking, waits):
+    x = torch.arange(8, device="npu")
+    host = torch.empty(8, dtype=torch.int64, pin_memory=pinned)
+    assert host.is_pinned() == pinned
+    counters.reset()
+    host.copy_(x, non_blocking=non_blocking)
+    assert counters.read().syncs["copy_to_host"] == waits
+    torch.npu.synchronize()
+    assert host.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(("non_blocking", "waits"), [(True, 0), (False, 1)])
+def test_a_tensor_brought_to_the_host_makes_it_wait_unless_told_not_to(non_blocking, waits):
+    x = torch.arange(8, device="npu")
+    counters.reset()
+    host = x.to("cpu", non_blocking=non_blocking)
+    assert counters.read().syncs["copy_to_host"] == waits
+    torch.npu.synchronize()
+    assert host.tolist() == list(range(8))
 
 
 def test_host_results_take_no_device_memory():

@@ -51,6 +51,13 @@ void run_kernel(const OpInfo& info, Stack& stack) {
   info.op.redispatchBoxed(cpu, &stack);
 }
 
+// Whether the host goes on while aten::_to_copy brings a tensor to it: torch_npu puts the result of a copy that
+// need not block into pinned memory (its _to_copy).
+bool to_goes_on(const OpInfo& info, const Stack& stack) {
+  constexpr size_t kInputs = 7, kNonBlocking = 5;
+  return info.inputs == kInputs && stack[stack.size() - kInputs + kNonBlocking].toBool();
+}
+
 }  // namespace
 
 bool leaves_device(const OpInfo& info, const Stack& stack) {
@@ -64,7 +71,9 @@ bool leaves_device(const OpInfo& info, const Stack& stack) {
   }
   if (!info.copy) return false;
   const IValue& to = stack[stack.size() - info.inputs];
-  return to.isTensor() && to.toTensor().device().is_cpu();  // copy_ into a CPU tensor
+  if (!to.isTensor() || !to.toTensor().device().is_cpu()) return false;
+  // copy_ into a CPU tensor: the host goes on at once only if it asked for that and the memory is pinned
+  return !(stack.back().isBool() && stack.back().toBool() && to.toTensor().is_pinned());
 }
 
 void note_written(const IValue& value) {
@@ -100,7 +109,7 @@ void run(const OpInfo& info, Stack& stack) {
   if (leaves_device(info, stack)) vnpu_count_sync(kCopyToHost);
   Aliases aliases;
   aliases.replace_inputs(info, stack);
-  if (aliases.results_stay_on_cpu() && info.copy) vnpu_count_sync(kCopyToHost);
+  if (aliases.results_stay_on_cpu() && info.copy && !to_goes_on(info, stack)) vnpu_count_sync(kCopyToHost);
   {
     c10::OptionalDeviceGuard guard;
     if (aliases.device() != vnpu_device()) guard.reset_device(c10::Device(c10::DeviceType::PrivateUse1, aliases.device()));
