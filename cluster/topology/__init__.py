@@ -1,0 +1,1 @@
+"""What the nodes of a fleet have, and how they are wired."""
