@@ -1,4 +1,4 @@
-"""The command line: ``npufleet serve | status | stop | plan | doctor | virtual-npu | version``.
+"""The command line: ``npufleet serve | status | stop | plan | node | doctor | virtual-npu | version``.
 
 Nothing heavy is imported until a command needs it, so that help and errors come at once.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from .config import DEVICES
 from .plan.command import add_arguments as add_plan_arguments
 from .targets import DEMO_QUESTION
+from .topology.command import add_arguments as add_node_arguments
 
 _EPILOG = """\
 examples:
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     stop.add_argument("--name", help="which fleet, if several run here")
     stop.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (default %(default)s)")
     add_plan_arguments(commands)
+    add_node_arguments(commands)
     doctor = commands.add_parser("doctor", help="check that this machine is ready to serve")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
@@ -147,6 +149,12 @@ def _plan(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _node(args: argparse.Namespace) -> int:
+    from .topology.command import run
+
+    return run(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -193,6 +201,7 @@ _COMMANDS = {
     "status": _status,
     "stop": _stop,
     "plan": _plan,
+    "node": _node,
     "doctor": _doctor,
     "virtual-npu": _virtual_npu,
     "version": _version,

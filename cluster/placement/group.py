@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from .plan import Plan
-from .ray_state import RESOURCE
+from ..topology.labels import RESOURCE, npu_resource
+from .plan import Bundle, Plan
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -35,7 +35,7 @@ async def create(plan: Plan, seconds: float) -> PlacementGroup:
     from ray.util.placement_group import placement_group
 
     group = placement_group(
-        bundles=[{RESOURCE: 1.0} for _ in plan.bundles],
+        bundles=[resources(bundle) for bundle in plan.bundles],
         name=plan.engine_id,
         bundle_label_selector=[{NODE_ID_LABEL: bundle.node_id} for bundle in plan.bundles],
     )
@@ -53,6 +53,11 @@ async def create(plan: Plan, seconds: float) -> PlacementGroup:
         if not placed:
             await asyncio.to_thread(remove, group)
     return group
+
+
+def resources(bundle: Bundle) -> dict[str, float]:
+    """Return what Ray reserves for one rank: an NPU, and this one where Ray knows which is which."""
+    return {RESOURCE: 1.0, **({} if bundle.npu is None else {npu_resource(bundle.npu): 1.0})}
 
 
 async def _ready(group: PlacementGroup) -> None:

@@ -1,57 +1,75 @@
-"""Where an engine's workers sit: a pure function from the state of the fleet and a request to bundles.
-
-First version: the tensor-parallel group of an engine stays inside one node, because its collectives run every
-layer and only the links inside a node carry them fast enough.
-"""
+"""The words of placement: what an engine asks for, where its ranks come to sit, and why they cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """One node of the fleet and the NPUs it has."""
+class Role(StrEnum):
+    """What an engine does of a request."""
 
-    node_id: str
-    npus: int
-    address: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
     @property
-    def title(self) -> str:
-        """Return how messages name the node."""
-        return self.address or self.node_id[:12]
+    def partner(self) -> Role | None:
+        """The role whose engines this one hands KV caches to or takes them from."""
+        return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """The nodes of the fleet."""
+class Rule(StrEnum):
+    """What every plan keeps."""
 
-    nodes: tuple[Node, ...]
-
-    @property
-    def npus(self) -> int:
-        """Return the NPUs of all nodes together."""
-        return sum(node.npus for node in self.nodes)
+    NPUS = "npus"  # an NPU belongs to one rank, and only healthy ones are given out
+    HCCS = "hccs"  # a tensor-parallel group stays inside one HCCS domain
+    RINGS = "rings"  # A2 of 16 NPUs: up to 8 in one ring, above an even number, half of it in each
+    DIE_PAIRS = "die-pairs"  # A3: one NPU, or an even number in whole packages
+    SUPER_POD = "super-pod"  # an expert-parallel group stays inside one super-pod (one RoCE network on A2)
+    ONE_CHIP = "one-chip"  # all NPUs of an engine are of one kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one engine needs."""
+    """What one engine needs: ``data_parallel_size`` replicas of ``pipeline_parallel_size`` stages of
+    ``tensor_parallel_size`` NPUs.
+    """
 
     engine_id: str
     model: str
     tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    role: Role = Role.BOTH
+    priority: int = 0
+    """Higher ones are placed first, and may take the NPUs of lower ones where the fleet allows that."""
+    soc: str = ""
+    """The chip it must run on; any if empty."""
+
+    @property
+    def groups(self) -> int:
+        """Tensor-parallel groups."""
+        return self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def npus(self) -> int:
+        """NPUs of the whole engine."""
+        return self.groups * self.tensor_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One NPU for one worker: the place of ``rank`` is on ``node_id``."""
+    """One NPU for one worker: the place of ``rank`` is NPU ``npu`` of ``node_id``.
+
+    Ranks count tensor-parallel first, then pipeline, then data, as vLLM counts them. ``npu`` is None where Ray
+    does not know the node's NPUs by their indices and chooses one itself.
+    """
 
     rank: int
     node_id: str
+    npu: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,62 +78,35 @@ class Plan:
 
     engine_id: str
     bundles: tuple[Bundle, ...]
+    preempts: tuple[str, ...] = ()
+    """Engines of lower priority that have to end first."""
 
     def npus_on(self, node_id: str) -> int:
         """Return how many NPUs of ``node_id`` the plan takes."""
         return sum(bundle.node_id == node_id for bundle in self.bundles)
 
 
-class NoRoom(ValueError):
-    """The request cannot be placed.
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """An engine that has its NPUs, or was promised them."""
 
-    ``never`` is true when no node could hold it even if the whole fleet were idle, so that waiting is
-    useless.
+    engine_id: str
+    bundles: tuple[Bundle, ...]
+    model: str = ""
+    role: Role = Role.BOTH
+    priority: int = 0
+
+
+class NoRoom(ValueError):
+    """The request cannot be placed; the text names the rule, what is missing and the closest that would fit.
+
+    ``never`` is true when it would not fit even if the whole fleet were idle, so that waiting is useless.
     """
 
-    def __init__(self, message: str, *, never: bool) -> None:
+    def __init__(
+        self, message: str, *, never: bool, rule: Rule = Rule.NPUS, closest: Request | None = None
+    ) -> None:
         super().__init__(message)
         self.never = never
-
-
-def plan(topology: Topology, free: Mapping[str, int], request: Request) -> Plan:
-    """Place one engine.
-
-    Among the nodes with room the one with the least free NPUs is taken, so that large holes stay for large
-    engines; equal ones are taken by their id, so that the same state gives the same plan.
-
-    Args:
-        topology: the nodes of the fleet.
-        free: free NPUs by node id; a node that is absent has none.
-        request: what the engine needs.
-
-    Raises:
-        NoRoom: if no node has room now, or none could ever have it; the message says what is missing.
-    """
-    need = request.tensor_parallel_size
-    assert need >= 1, need
-    fitting = [node for node in topology.nodes if free.get(node.node_id, 0) >= need]
-    if not fitting:
-        raise _no_room(topology, free, request)
-    chosen = min(fitting, key=lambda node: (free[node.node_id], node.node_id))
-    bundles = tuple(Bundle(rank=rank, node_id=chosen.node_id) for rank in range(need))
-    return Plan(engine_id=request.engine_id, bundles=bundles)
-
-
-def _no_room(topology: Topology, free: Mapping[str, int], request: Request) -> NoRoom:
-    need = request.tensor_parallel_size
-    wish = f"an engine of {request.model!r} needs {need} NPU{'s' if need > 1 else ''} on one node"
-    if not any(node.npus for node in topology.nodes):
-        return NoRoom(
-            f"{wish}, but no node of the Ray cluster offers the resource NPU; "
-            "start its nodes with --resources '{\"NPU\": COUNT}'",
-            never=True,
-        )
-    largest = max(node.npus for node in topology.nodes)
-    if largest < need:
-        return NoRoom(f"{wish}, but the largest node has {largest}; lower tensor_parallel_size", never=True)
-    shown = [
-        f"{node.title} {free.get(node.node_id, 0)} of {node.npus}" for node in topology.nodes if node.npus
-    ]
-    more = f" and {len(shown) - 8} more nodes" if len(shown) > 8 else ""
-    return NoRoom(f"{wish}, but free are: {', '.join(shown[:8])}{more}", never=False)
+        self.rule = rule
+        self.closest = closest

@@ -81,10 +81,13 @@ def from_ray(entry: Mapping[str, Any]) -> Node:
     count = int(resources_.get(RESOURCE, 0))
     where = entry.get("NodeManagerAddress") or entry["NodeID"][:12]
     indices = _read(told, DEVICES, where)
-    exact = indices is not None and any(npu_resource(i) in resources_ for i in indices)
+    unhealthy = _read(told, UNHEALTHY, where)
+    exact = indices is not None and all(
+        npu_resource(i) in resources_ for i in set(indices) - set(unhealthy or ())
+    )
     said = Facts(
         indices=tuple(range(count)) if indices is None else indices,
-        unhealthy=_read(told, UNHEALTHY, where),
+        unhealthy=unhealthy,
         soc=told.get(TYPE),
         domains=_groups(told, HCCS, where),
         packages=_groups(told, PACKAGES, where),
