@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-load
 PORT ?= 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-plugin contract seeded-faults clean
+.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-plugin bench-placement contract seeded-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,10 @@ seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and c
 
 bench-plugin: setup ## Device operations per layer and step against plain layers, host overhead, bytes of collectives
 	$(BIN)/python -m benchmarks.plugin
+
+bench-placement: setup ## Placement against the optimum and Ray's PACK, and its time; writes docs/placement-benchmark.md
+	@$(BIN)/python -c 'import ortools' 2>/dev/null || $(BIN)/pip install -q -e '.[benchmarks]'
+	$(BIN)/python -m benchmarks.placement --write
 
 contract: setup ## Hold every torch_npu call and full-size models' shapes and memory against their references; writes docs/contract.md
 	$(BIN)/python benchmarks/contract.py

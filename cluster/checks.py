@@ -57,3 +57,10 @@ def choice(value: object, where: str, allowed: Iterable[str]) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{where}: expected one of {', '.join(names)}, got {value!r}{hint}")
     return str(value)
+
+
+def flag(value: object, where: str) -> bool:
+    """Return ``value`` if it is true or false, else raise ``ValueError``."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: expected true or false, got {value!r}")
+    return value

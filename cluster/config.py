@@ -30,6 +30,8 @@ class ModelConfig:
     source: str
     engines: int = 1
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM EngineArgs by their own names
+    priority: int = 0  # higher ones are placed first
+    chip: str = ""  # the chip its engines must run on, by CANN's name; any if empty
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -68,6 +70,13 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """How engines are placed: whether one of higher priority may end those of lower priority to get room."""
+
+    preempt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetConfig:
     """All that one fleet is."""
 
@@ -77,6 +86,7 @@ class FleetConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     @property
     def npus(self) -> int:
@@ -130,6 +140,7 @@ def from_dict(data: object, where: str = "fleet") -> FleetConfig:
         router=_router(top.get("router", {}), f"{where}.router"),
         gateway=_gateway(top.get("gateway", {}), f"{where}.gateway"),
         metrics=_metrics(top.get("metrics", {}), f"{where}.metrics"),
+        placement=_placement(top.get("placement", {}), f"{where}.placement"),
     )
 
 
@@ -172,7 +183,12 @@ def _names(kind: type) -> list[str]:
 
 
 def _override_keys() -> list[str]:
-    sections = {"router": RouterConfig, "gateway": GatewayConfig, "metrics": MetricsConfig}
+    sections = {
+        "router": RouterConfig,
+        "gateway": GatewayConfig,
+        "metrics": MetricsConfig,
+        "placement": PlacementConfig,
+    }
     dotted = [f"{section}.{name}" for section, kind in sections.items() for name in _names(kind)]
     return ["name", "device", "engines", *dotted, *(f"engine.{name}" for name in engine_args.known())]
 
@@ -196,6 +212,8 @@ def _model(data: object, where: str) -> ModelConfig:
         source=checks.text(given.get("source"), f"{where}.source"),
         engines=checks.integer(engines, f"{where}.engines", 1, 4096),
         engine=engine_args.check(given.get("engine", {}), f"{where}.engine"),
+        priority=checks.integer(given.get("priority", 0), f"{where}.priority", -1000, 1000),
+        chip=checks.text(given["chip"], f"{where}.chip") if given.get("chip") else "",
     )
 
 
@@ -228,3 +246,8 @@ def _metrics(data: object, where: str) -> MetricsConfig:
         host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", MetricsConfig.port), f"{where}.port"),
     )
+
+
+def _placement(data: object, where: str) -> PlacementConfig:
+    given = checks.mapping(data, where, _names(PlacementConfig))
+    return PlacementConfig(preempt=checks.flag(given.get("preempt", False), f"{where}.preempt"))

@@ -12,13 +12,15 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from .device import Device
-from .placement.ray_state import RESOURCE, TYPE_LABEL
+from .topology import facts, labels
+from .topology.model import Node
+from .topology.sources import here
 
 OBJECT_STORE_BYTES = 100 << 20  # no tokens or weights travel through Ray
 _END_S = 10.0
@@ -120,15 +122,24 @@ def _try(device: Device, folder: Path) -> str:
 def _init(device: Device, folder: Path) -> None:
     import ray
 
+    node = this_node(device)
     ray.init(
         address="local",
-        resources={RESOURCE: float(device.count)},
-        labels={TYPE_LABEL: device.chip} if device.chip else None,
+        resources={name: float(count) for name, count in labels.resources(node).items()},
+        labels=labels.to_labels(node),
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
         _temp_dir=str(folder),
+    )
+
+
+def this_node(device: Device) -> Node:
+    """Return this machine as a node with the NPUs of ``device``, wired as its tools say."""
+    told = facts.merge(facts.Facts(soc=device.chip or None), here())
+    return facts.node(
+        "", told if told.indices else replace(told, indices=tuple(range(device.count))), exact=True
     )
 
 

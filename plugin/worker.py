@@ -88,6 +88,7 @@ class NPUWorker(Worker):
                 replica = parallel.data_parallel_index
             self.local_rank += replica * parallel.world_size
         if assigned is not None:
+            assigned = self._planned(assigned)
             set_assigned_physical_gpu_ids(assigned)
         if self.local_rank >= (visible if assigned is None else len(assigned)):
             raise ValueError(
@@ -96,6 +97,15 @@ class NPUWorker(Worker):
                 f"data_parallel_size, or widen {current_platform.device_control_env_var}"
             )
         return current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+
+    def _planned(self, assigned: list[int]) -> list[int]:
+        """The NPUs of this host's ranks: those that ``additional_config["npus"]`` plans for each rank, else those
+        that the launcher assigned.
+        """
+        settings = self.vllm_config.additional_config
+        planned = settings.get("npus") if isinstance(settings, dict) else None
+        first = self.rank - self.local_rank
+        return assigned if planned is None else list(planned[first : first + len(assigned)])
 
     def _tell_groups_the_device(self) -> None:
         """Correct the groups' idea of the device: ``npu:<local rank>`` whatever devices the launcher

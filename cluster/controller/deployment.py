@@ -16,10 +16,9 @@ from ..config import FleetConfig, from_dict
 from ..endpoints import EngineState
 from ..metrics import discovery
 from ..placement import ray_state
-from ..placement.ledger import Ledger
-from ..placement.plan import NoRoom, Request
 from .gone import closed
 from .http import ControllerHttp
+from .placer import Placer, nodes
 from .progress import Phase, ProgressBoard
 from .registry import EXPIRY_S, Registry
 from .wire import endpoint_from_dict, endpoint_to_dict, snapshot_to_dict
@@ -41,33 +40,18 @@ class Controller:
         self.config: FleetConfig = from_dict(fleet)
         self.registry = Registry()
         self.progress = ProgressBoard()
-        self._ledger = Ledger()
+        self.placer = Placer(config=self.config, registry=self.registry, progress=self.progress)
         self._placing = asyncio.Lock()
         self._services: dict[str, tuple[str, str, float]] = {}  # by id: component, metrics URL, last heard of
         self._http = ControllerHttp(self)
         await self._http.start(self.config.metrics.host, self.config.metrics.port)
         self._sweeper = asyncio.create_task(self._sweep(), name="controller sweep")
 
-    async def place(self, engine_id: str, model: str, tensor_parallel_size: int) -> dict[str, Any]:
-        """Plan one engine and hold the NPUs for it.
-
-        Returns ``{"nodes": [node id by rank], "device": text}``, or ``{"refused": why, "never": bool}``: this
-        is an answer, not a fault, and the engine asks again unless ``never`` is true.
-        """
-        request = Request(engine_id=engine_id, model=model, tensor_parallel_size=tensor_parallel_size)
+    async def place(self, engine_id: str, model: str) -> dict[str, Any]:
+        """Plan one engine and hold the NPUs for it; see :meth:`Placer.place`."""
         async with self._placing:
-            topology, held, placed = await asyncio.to_thread(ray_state.read)
-            try:
-                plan = self._ledger.reserve(topology, held, placed, request, time.monotonic())
-            except NoRoom as error:
-                return {"refused": str(error), "never": error.never}
-        labels = {node.node_id: node.labels for node in topology.nodes}
-        nodes = [bundle.node_id for bundle in plan.bundles]
-        return {"nodes": nodes, "device": self._device(labels[nodes[0]])}
-
-    def _device(self, labels: Any) -> str:
-        kind = "virtual npu" if self.config.device == "virtual" else "npu"
-        return f"{kind} {labels.get(ray_state.TYPE_LABEL, '')}".strip()
+            state = await asyncio.to_thread(ray_state.read)
+            return self.placer.place(state, engine_id, model)
 
     async def report(
         self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float]
@@ -76,18 +60,19 @@ class Controller:
         more.
         """
         if phase in (Phase.FAILED, Phase.REFUSED):
-            self._ledger.release(engine_id)
+            self.placer.forget(engine_id)
         self.progress.report(engine_id, model, Phase(phase), detail, seconds)
 
-    async def heartbeat(self, endpoint: dict[str, Any]) -> None:
-        """Register an engine or keep it alive."""
+    async def heartbeat(self, endpoint: dict[str, Any]) -> str | None:
+        """Register an engine or keep it alive; return why it has to end, None if it may stay."""
         self.registry.heartbeat(endpoint_from_dict(endpoint), time.monotonic())
+        return self.placer.leaving.get(endpoint["engine_id"])
 
     async def unregister(self, engine_id: str) -> None:
         """Forget an engine that ends, and what was promised to it."""
         self.registry.remove(engine_id)
         self.progress.remove(engine_id)
-        self._ledger.release(engine_id)
+        self.placer.forget(engine_id)
 
     async def set_state(self, engine_id: str, state: str) -> None:
         """Change the state of a registered engine. Raises ``ValueError`` if it is not known."""
@@ -111,23 +96,18 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """Return what `npufleet status` shows: configuration, engines, their progress, NPUs."""
-        topology, held, _ = await asyncio.to_thread(ray_state.read)
+        state = await asyncio.to_thread(ray_state.read)
         snapshot = self.registry.snapshot()
         return {
             "fleet": self.config.name,
             "device": self.config.device,
             "epoch": snapshot.epoch,
             "version": snapshot.version,
-            "npus": {"total": topology.npus, "reserved": sum(held.values())},
-            "nodes": [
-                {
-                    "node_id": node.node_id,
-                    "address": node.address,
-                    "npus": node.npus,
-                    "reserved": held[node.node_id],
-                }
-                for node in topology.nodes
-            ],
+            "npus": {
+                "total": state.topology.npus,
+                "reserved": sum(len(bundles) for bundles in state.groups.values()),
+            },
+            "nodes": nodes(state, self.placer.models()),
             "models": [
                 {"name": m.name, "wanted": m.engines, "ready": len(snapshot.ready(m.name))}
                 for m in self.config.models

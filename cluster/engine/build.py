@@ -31,7 +31,7 @@ async def start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncL
         RuntimeError: if the engine core does not come up; the cause is in the engine's log.
     """
     prepare_environment(plan)
-    return await asyncio.to_thread(_start, model, group)
+    return await asyncio.to_thread(_start, model, plan, group)
 
 
 def preload() -> None:
@@ -56,7 +56,7 @@ def prepare_environment(plan: Plan) -> None:
     )  # serving on a closed network must not wait for a phone home
 
 
-def _start(model: ModelConfig, group: PlacementGroup) -> AsyncLLM:
+def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,7 +65,7 @@ def _start(model: ModelConfig, group: PlacementGroup) -> AsyncLLM:
     from .executor import FleetExecutor
 
     args = AsyncEngineArgs(
-        **engine_part(model.engine),
+        **{**engine_part(model.engine), **_bound(model, plan)},
         model=model.source,
         served_model_name=[model.name],
         distributed_executor_backend=FleetExecutor,
@@ -75,6 +75,16 @@ def _start(model: ModelConfig, group: PlacementGroup) -> AsyncLLM:
     config.parallel_config.placement_group = group
     config.parallel_config.ray_runtime_env = _worker_environment()
     return AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _bound(model: ModelConfig, plan: Plan) -> dict[str, Any]:
+    """Tell the workers which NPU of their node each rank gets, where the plan knows it: Ray itself would number
+    those that it reserved in an order of its own.
+    """
+    npus = [bundle.npu for bundle in plan.bundles]
+    if None in npus:
+        return {}
+    return {"additional_config": {**(model.engine.get("additional_config") or {}), "npus": npus}}
 
 
 def _worker_environment() -> Any:

@@ -28,9 +28,9 @@ class ControllerClient:
         self._engine_id = engine_id
         self._model = model
 
-    async def place(self, tensor_parallel_size: int) -> dict[str, Any]:
+    async def place(self) -> dict[str, Any]:
         """Ask for NPUs; a controller that does not answer is a refusal for now."""
-        call = self._controller.place.remote(self._engine_id, self._model, tensor_parallel_size)
+        call = self._controller.place.remote(self._engine_id, self._model)
         answer = await self._answer(call, ASK_TIMEOUT_S)
         return answer or {"refused": "the controller does not answer", "never": False}
 
@@ -39,9 +39,13 @@ class ControllerClient:
         call = self._controller.report.remote(self._engine_id, self._model, str(phase), detail, dict(seconds))
         await self._answer(call, TELL_TIMEOUT_S)
 
-    async def heartbeat(self, endpoint: dict[str, Any], seconds: float = TELL_TIMEOUT_S) -> None:
-        """Register this engine, or keep it registered; wait for the controller at most ``seconds``."""
-        await self._answer(self._controller.heartbeat.remote(endpoint), seconds)
+    async def heartbeat(self, endpoint: dict[str, Any], seconds: float = TELL_TIMEOUT_S) -> str | None:
+        """Register this engine, or keep it registered; wait for the controller at most ``seconds``.
+
+        Returns why the engine has to end, None if it may stay.
+        """
+        why: str | None = await self._answer(self._controller.heartbeat.remote(endpoint), seconds)
+        return why
 
     async def unregister(self) -> None:
         """Say goodbye."""

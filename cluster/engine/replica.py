@@ -120,10 +120,8 @@ class Engine:
         await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
         self._phase_done(self._step)
         await self._controller.report(Phase.READY, "", self._seconds)
-        self._tasks = [
-            asyncio.create_task(self._heartbeats(), name="engine heartbeats"),
-            asyncio.create_task(self._watch(), name="engine watch"),
-        ]
+        self._watcher = asyncio.create_task(self._watch(), name="engine watch")
+        self._tasks = [asyncio.create_task(self._heartbeats(), name="engine heartbeats"), self._watcher]
 
     def _check_checkpoint(self) -> None:
         """Fail at once where the checkpoint is seen to be broken; one that is no folder is left to vLLM."""
@@ -159,10 +157,11 @@ class Engine:
         """Ask for NPUs until there are some; what is missing shows in the status meanwhile."""
         deadline = time.monotonic() + PLACE_TIMEOUT_S
         while True:
-            answer = await self._controller.place(self.config.tensor_parallel_size)
+            answer = await self._controller.place()
             refused = answer.get("refused")
             if refused is None:
-                bundles = tuple(Bundle(rank=i, node_id=node) for i, node in enumerate(answer["nodes"]))
+                places = enumerate(zip(answer["nodes"], answer["npus"], strict=True))
+                bundles = tuple(Bundle(rank=i, node_id=node, npu=npu) for i, (node, npu) in places)
                 return Plan(engine_id=self.engine_id, bundles=bundles), answer["device"]
             if answer["never"] or time.monotonic() > deadline:
                 raise StartFailed(Cause(text=refused, final=answer["never"]))
@@ -190,8 +189,21 @@ class Engine:
 
     async def _heartbeats(self) -> None:
         while self.dead is None:
-            await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+            why = await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+            if why:
+                await self._leave(why)
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _leave(self, why: str) -> None:
+        """Give the NPUs to an engine of higher priority: let requests end, then end this process.
+
+        Serve starts a new replica, which waits for room.
+        """
+        logger.warning("engine %s leaves: %s", self.engine_id, why)
+        self.dead = why
+        self._watcher.cancel()
+        await self._drain()
+        os._exit(0)  # the placement group goes with its owner
 
     async def _watch(self) -> None:
         """End this process soon after the engine core died."""
@@ -218,6 +230,10 @@ class Engine:
             return
         for task in self._tasks:
             task.cancel()
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Take no more requests, let those that run end, and give everything back."""
         self._endpoint = replace(self._endpoint, state=EngineState.DRAINING)
         await self._controller.heartbeat(endpoint_to_dict(self._endpoint), GOODBYE_TIMEOUT_S)
         await self._server.drain(DRAIN_S)

@@ -6,13 +6,13 @@ once for the class, which is what makes large fleets quick to plan.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from ..topology.model import Node, Shape, Topology, mask_of
 from . import cost
 from .plan import Bundle, Placed, Request, Role
-from .room import broken, groups, room
+from .room import broken, groups, room, widest
 
 Kind = tuple[int, int]
 """The class of a node: a number for its shape, and its free NPUs as a mask."""
@@ -23,11 +23,12 @@ class Board:
 
     def __init__(self, topology: Topology, free: Mapping[str, int], engines: Iterable[Placed] = ()) -> None:
         self.topology = topology
+        self.spent = 0  # the cost of what was taken, less that of what was given back
         self.nodes = {node.node_id: node for node in topology.nodes}
         self.racks = {node.node_id: node.fails_with for node in topology.nodes}
         self.fabrics = {node.node_id: node.fabric for node in topology.nodes}
         self.crowd: Counter[tuple[str, Role, str]] = Counter()  # engines by model, role and failure domain
-        self.homes: Counter[tuple[str, Role, str]] = Counter()  # by model, role and fabric
+        self.homes: dict[tuple[str, Role], Counter[str]] = defaultdict(Counter)  # and by fabric
         self.by_chip: dict[str, dict[str, list[Node]]] = {}  # nodes by chip and fabric
         shapes: dict[Shape, int] = {}
         self.shapes: list[Shape] = []
@@ -40,6 +41,10 @@ class Board:
                 self.shapes.append(node.shape)
             self.kinds[node.node_id] = number, free.get(node.node_id, 0) & node.usable
             self.by_chip.setdefault(node.soc, {}).setdefault(node.fabric, []).append(node)
+        self.widest = {
+            soc: max(widest(shape) for shape in {node.shape for nodes in fabrics.values() for node in nodes})
+            for soc, fabrics in self.by_chip.items()
+        }  # the largest tensor-parallel group that one node holds, by chip
         for engine in engines:
             self._count(engine, 1)
 
@@ -54,19 +59,39 @@ class Board:
 
     def take(self, engine: Placed) -> None:
         """Give an engine the NPUs of its bundles."""
-        for node_id, mask in masks(engine.bundles).items():
-            number, free = self.kinds[node_id]
+        used = masks(engine.bundles)
+        for node_id, mask in used.items():
+            free = self.kinds[node_id][1]
             assert free & mask == mask, f"NPUs of {node_id} are given twice: {free:b}, {mask:b}"
-            self.kinds[node_id] = number, free & ~mask
+            self._wear(node_id, free & ~mask)
+        self.spent += cost.SPAN * (len(used) - 1)
         self._count(engine, 1)
 
     def give_back(self, engine: Placed) -> None:
         """Take an engine's NPUs away from it; nodes that are gone are left out."""
-        for node_id, mask in masks(engine.bundles).items():
+        used = masks(engine.bundles)
+        for node_id, mask in used.items():
             if node_id in self.kinds:
-                number, free = self.kinds[node_id]
-                self.kinds[node_id] = number, (free | mask) & self.nodes[node_id].usable
+                self._wear(node_id, (self.kinds[node_id][1] | mask) & self.nodes[node_id].usable)
+        self.spent -= cost.SPAN * (len(used) - 1)
         self._count(engine, -1)
+
+    def close(self, node_id: str) -> Kind:
+        """Leave a node out of what is free until :meth:`reopen` gets what this returns."""
+        kind = self.kinds[node_id]
+        self.kinds[node_id] = kind[0], 0
+        return kind
+
+    def reopen(self, node_id: str, kind: Kind) -> None:
+        """Undo :meth:`close`."""
+        self.kinds[node_id] = kind
+
+    def _wear(self, node_id: str, free: int) -> None:
+        number, before = self.kinds[node_id]
+        domains, pairs = broken(self.shapes[number], free)
+        old_domains, old_pairs = broken(self.shapes[number], before)
+        self.spent += cost.OPENED * (domains - old_domains) + cost.HALVED * (pairs - old_pairs)
+        self.kinds[node_id] = number, free
 
     def room(self, kind: Kind, size: int, alone: bool) -> int:
         """How many groups of ``size`` a node of this class can hold."""
@@ -84,22 +109,34 @@ class Board:
         return cost.CROWDED * bool(self.crowd[request.model, request.role, self.racks[node_id]])
 
     def apart(self, request: Request, fabric: str) -> int:
-        """What it costs to have no partner of the other role in this fabric, where there is one elsewhere."""
+        """What it adds to the cost of engines without a partner near them to place this one in this fabric."""
         partner = request.role.partner
-        if partner is None or self.homes[request.model, partner, fabric]:
+        if partner is None:
             return 0
-        elsewhere = any(
-            count and model == request.model and role is partner
-            for (model, role, _), count in self.homes.items()
-        )
-        return cost.APART * elsewhere
+        mine, theirs = self.homes[request.model, request.role], self.homes[request.model, partner]
+        return _apart(mine + Counter({fabric: 1}), theirs) - _apart(mine, theirs)
 
     def _count(self, engine: Placed, step: int) -> None:
         used = {bundle.node_id for bundle in engine.bundles if bundle.node_id in self.nodes}
         for rack in {self.racks[node_id] for node_id in used}:
+            before = self.crowd[engine.model, engine.role, rack]
             self.crowd[engine.model, engine.role, rack] += step
+            self.spent += cost.CROWDED * (max(0, before + step - 1) - max(0, before - 1))
+        mine, partner = self.homes[engine.model, engine.role], engine.role.partner
+        theirs = self.homes[engine.model, partner] if partner else Counter()
+        self.spent -= _apart(mine, theirs)
         for fabric in {self.fabrics[node_id] for node_id in used}:
-            self.homes[engine.model, engine.role, fabric] += step
+            mine[fabric] += step
+        self.spent += _apart(mine, theirs)
+
+
+def _apart(mine: Counter[str], theirs: Counter[str]) -> int:
+    """What engines of two roles cost that have none of the other role in their fabric, by engines in each."""
+    mine, theirs = +mine, +theirs
+    if not mine or not theirs:
+        return 0
+    lonely = sum(count for fabric, count in mine.items() if fabric not in theirs)
+    return cost.APART * (lonely + sum(count for fabric, count in theirs.items() if fabric not in mine))
 
 
 def masks(bundles: Iterable[Bundle]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from . import planner
-from .plan import NoRoom, Placed, Plan, Request
+from .plan import NoRoom, Placed, Plan, Request, placed_as, weight
 from .ray_state import State
 
 PROMISE_S = 120.0
@@ -51,13 +51,13 @@ class Ledger:
             for bundle in placed.bundles:
                 if bundle.node_id in free and bundle.npu is not None:
                     free[bundle.node_id] &= ~(1 << bundle.npu)
-        first = [other for other in others if planner.weight(other) > planner.weight(request)]
+        first = [other for other in others if weight(other) > weight(request)]
         made = planner.plan_all(state.topology, free, [*first, request], engines)[request.engine_id]
         if isinstance(made, NoRoom) and preempt:
             made = planner.plan(state.topology, free, request, engines, preempt=True)
         if isinstance(made, NoRoom):
             raise made if not first else self._kept(made, state, free, request, engines, first)
-        self.promises[request.engine_id] = planner.placed_as(request, made.bundles), now + PROMISE_S
+        self.promises[request.engine_id] = placed_as(request, made.bundles), now + PROMISE_S
         return made
 
     def engines(self, state: State, asking: str, now: float, describe: Describe) -> tuple[Placed, ...]:

@@ -97,6 +97,22 @@ class Placed:
     priority: int = 0
 
 
+def placed_as(request: Request, bundles: tuple[Bundle, ...]) -> Placed:
+    """Return the engine of ``request`` as one that sits on ``bundles``."""
+    return Placed(
+        engine_id=request.engine_id,
+        bundles=bundles,
+        model=request.model,
+        role=request.role,
+        priority=request.priority,
+    )
+
+
+def weight(request: Request) -> tuple[int, int, int]:
+    """Return what orders requests that are placed together, the first one largest."""
+    return request.priority, request.tensor_parallel_size, request.npus
+
+
 class NoRoom(ValueError):
     """The request cannot be placed; the text names the rule, what is missing and the closest that would fit.
 

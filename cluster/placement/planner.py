@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..topology.model import Node, Topology, indices_of
-from . import cost, refusal
+from . import cost, refusal, search
 from .board import Board, Kind
-from .plan import Bundle, NoRoom, Placed, Plan, Request
+from .plan import Bundle, NoRoom, Placed, Plan, Request, placed_as, weight
 from .room import Groups, groups, illegal, widest
 
 Share = tuple[Node, int]
@@ -63,44 +63,31 @@ def plan_all(
     Those of higher priority come first, then those with the larger tensor-parallel groups, then the larger ones.
     """
     board = Board(topology, free, engines)
-    made: dict[str, Plan | NoRoom] = {}
-    for request in sorted(requests, key=weight, reverse=True):
-        bundles = place(board, request)
-        if bundles is None:
-            made[request.engine_id] = refusal.explain(board, request, place)
-            continue
-        board.take(placed_as(request, bundles))
-        made[request.engine_id] = Plan(engine_id=request.engine_id, bundles=bundles)
-    return made
-
-
-def weight(request: Request) -> tuple[int, int, int]:
-    """Return what orders requests that are placed together, the first one largest."""
-    return request.priority, request.tensor_parallel_size, request.npus
-
-
-def placed_as(request: Request, bundles: tuple[Bundle, ...]) -> Placed:
-    """Return the engine of ``request`` as one that sits on ``bundles``."""
-    return Placed(
-        engine_id=request.engine_id,
-        bundles=bundles,
-        model=request.model,
-        role=request.role,
-        priority=request.priority,
-    )
+    wanted = sorted(requests, key=weight, reverse=True)
+    sitting: dict[str, Placed] = {}
+    for request in wanted:
+        if bundles := place(board, request):
+            board.take(sitting.setdefault(request.engine_id, placed_as(request, bundles)))
+    search.improve(board, wanted, sitting, place)
+    return {
+        request.engine_id: Plan(engine_id=request.engine_id, bundles=sitting[request.engine_id].bundles)
+        if request.engine_id in sitting
+        else refusal.explain(board, request, place)
+        for request in wanted
+    }
 
 
 def place(board: Board, request: Request) -> tuple[Bundle, ...] | None:
     """Return the bundles of an engine on the free NPUs of the board, None if there is no room."""
-    best: tuple[tuple[int, ...], str, _Search, list[Share]] | None = None
+    best: tuple[tuple[int, ...], str, _Area, list[Share]] | None = None
     for nodes, extra in _areas(board, request):
-        search = _Search.of(board, request, nodes)
-        shares = search.shares()
+        area = _Area.of(board, request, nodes)
+        shares = area.shares()
         if shares is None:
             continue
-        key = (extra + search.price(shares), sum(search.left(share) for share in shares))
+        key = (extra + area.price(shares), sum(area.left(share) for share in shares))
         if best is None or (key, shares[0][0].node_id) < best[:2]:
-            best = key, shares[0][0].node_id, search, shares
+            best = key, shares[0][0].node_id, area, shares
     return None if best is None else best[2].bundles(best[3])
 
 
@@ -116,13 +103,13 @@ def _areas(board: Board, request: Request) -> Iterator[tuple[list[Node], int]]:
         for fabric, nodes in fabrics.items():
             yield nodes, board.apart(request, fabric)
         all_ = [node for nodes in fabrics.values() for node in nodes]
-        narrow = request.tensor_parallel_size <= max(widest(node.shape) for node in all_)
+        narrow = request.tensor_parallel_size <= board.widest[soc]
         if len(fabrics) > 1 and request.groups > 1 and narrow and not request.expert_parallel:
             yield all_, cost.SPAN + cost.APART
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Search:
+class _Area:
     """Looks for the cheapest place of one engine among nodes of one chip."""
 
     board: Board
@@ -133,7 +120,7 @@ class _Search:
     block: int  # groups that should share a node: the stages of a pipeline
 
     @classmethod
-    def of(cls, board: Board, request: Request, nodes: Sequence[Node]) -> _Search:
+    def of(cls, board: Board, request: Request, nodes: Sequence[Node]) -> _Area:
         """A group that is wider than a node of a super-pod takes whole nodes, each of which is a group here."""
         size, count = request.tensor_parallel_size, request.groups
         block = request.pipeline_parallel_size

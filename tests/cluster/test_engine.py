@@ -125,7 +125,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-ROOM = {"nodes": ["n0", "n0"], "device": "virtual npu X"}
+ROOM = {"nodes": ["n0", "n0"], "npus": [4, None], "device": "virtual npu X"}
 
 
 async def test_a_start_registers_and_a_stop_gives_everything_back(world: World) -> None:

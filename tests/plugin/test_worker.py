@@ -15,7 +15,9 @@ def opened(local_rank: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
     """The index that a worker with this local rank chooses among eight visible NPUs."""
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None, raising=False)
     worker = NPUWorker.__new__(NPUWorker)
-    worker.rank, worker.local_rank = local_rank, local_rank
+    worker.rank, worker.local_rank = changes.pop("rank", local_rank), local_rank
+    settings = SimpleNamespace(additional_config=changes.pop("additional_config", {}))
+    worker.vllm_config = settings  # type: ignore[assignment]
     parallel = {
         "distributed_executor_backend": "mp",
         "data_parallel_backend": "mp",
@@ -38,8 +40,19 @@ def opened(local_rank: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
         (1, {"data_parallel_rank_local": 2, "assigned_physical_gpu_ids": [4, 5]}, 5),
         (1, {"data_parallel_rank_local": 1, "assigned_physical_gpu_ids": [7, 6, 3, 2]}, 2),
         (1, {"data_parallel_rank_local": 2, "distributed_executor_backend": "external_launcher"}, 1),
+        (1, {"assigned_physical_gpu_ids": [0, 1], "additional_config": {"npus": [6, 4]}}, 4),
+        (1, {"rank": 3, "assigned_physical_gpu_ids": [0, 1], "additional_config": {"npus": [6, 7, 2, 5]}}, 5),
     ],
-    ids=["alone", "third replica", "replica by index", "own devices", "devices of all replicas", "launched"],
+    ids=[
+        "alone",
+        "third replica",
+        "replica by index",
+        "own devices",
+        "devices of all replicas",
+        "launched",
+        "planned",
+        "planned on two hosts",
+    ],
 )
 def test_the_npu_of_a_rank(
     local_rank: int, changes: dict[str, Any], npu: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,20 @@
+"""What an engine of a model deployment asks placement for."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from .plan import Request
+
+
+def of(model: ModelConfig, engine_id: str) -> Request:
+    """Return the request of one engine of ``model``; its parallel sizes are vLLM's engine arguments."""
+    return Request(
+        engine_id=engine_id,
+        model=model.name,
+        tensor_parallel_size=model.tensor_parallel_size,
+        pipeline_parallel_size=int(model.engine.get("pipeline_parallel_size", 1)),
+        data_parallel_size=int(model.engine.get("data_parallel_size", 1)),
+        expert_parallel=bool(model.engine.get("enable_expert_parallel", False)),
+        priority=model.priority,
+        soc=model.chip,
+    )
