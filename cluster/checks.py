@@ -37,6 +37,11 @@ def text(value: object, where: str) -> str:
     return value
 
 
+def optional_text(value: object, where: str) -> str | None:
+    """Return None for None, else as :func:`text`."""
+    return None if value is None else text(value, where)
+
+
 def integer(value: object, where: str, low: int, high: int) -> int:
     """Return ``value`` if it is an integer in [low, high], else raise ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

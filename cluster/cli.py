@@ -1,4 +1,4 @@
-"""The command line: ``npufleet serve | status | stop | plan | node | doctor | virtual-npu | version``.
+"""The command line: ``npufleet serve | status | stop | plan | route | node | doctor | virtual-npu | version``.
 
 Nothing heavy is imported until a command needs it, so that help and errors come at once.
 """
@@ -42,12 +42,25 @@ def parser() -> argparse.ArgumentParser:
     stop.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (default %(default)s)")
     add_plan_arguments(commands)
     add_node_arguments(commands)
+    _route_arguments(commands)
     doctor = commands.add_parser("doctor", help="check that this machine is ready to serve")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
     virtual.add_argument("action", choices=("enable", "disable", "status"))
     commands.add_parser("version", help="versions of npufleet and of what it stands on")
     return made
+
+
+def _route_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .router import alone
+
+    route = commands.add_parser(
+        "route",
+        help="the gRPC router alone, over any engines that serve VllmEngine",
+        epilog=alone.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    alone.add_arguments(route)
 
 
 def _serve_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,6 +168,12 @@ def _node(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _route(args: argparse.Namespace) -> int:
+    from .router import alone
+
+    return alone.main(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -202,6 +221,7 @@ _COMMANDS = {
     "stop": _stop,
     "plan": _plan,
     "node": _node,
+    "route": _route,
     "doctor": _doctor,
     "virtual-npu": _virtual_npu,
     "version": _version,

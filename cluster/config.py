@@ -14,8 +14,10 @@ from typing import Any
 import yaml
 
 from . import checks
+from .admission.settings import AdmissionSettings
 from .engine import args as engine_args
 from .router.registry import DEFAULT_POLICY, known_policies
+from .tls import ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
 DEVICES = ("npu", "virtual")
@@ -45,17 +47,22 @@ class RouterConfig:
 
     policy: str = DEFAULT_POLICY
     transport: str = DEFAULT_TRANSPORT  # the gRPC client towards engines
+    api_keys: str | None = None  # a file as the gateway's; None: the gateway's own
+    tls: ServerTls | None = None
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     host: str = LOOPBACK
     port: int = 50051
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The OpenAI gateway: where it listens, and the file of API keys (one a line) if any are asked for."""
+    """The OpenAI gateway: where it listens, and the file of API keys (``admission/tenants.py``) if any are asked
+    for."""
 
     host: str = LOOPBACK
     port: int = 8000
     api_keys: str | None = None
+    tls: ServerTls | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +232,9 @@ def _router(data: object, where: str) -> RouterConfig:
         transport=checks.choice(
             given.get("transport", DEFAULT_TRANSPORT), f"{where}.transport", known_transports()
         ),
+        api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
+        tls=_tls(given.get("tls"), f"{where}.tls"),
+        admission=_admission(given.get("admission", {}), f"{where}.admission"),
         host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
     )
@@ -232,12 +242,31 @@ def _router(data: object, where: str) -> RouterConfig:
 
 def _gateway(data: object, where: str) -> GatewayConfig:
     given = checks.mapping(data, where, _names(GatewayConfig))
-    keys = given.get("api_keys")
     return GatewayConfig(
         host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", GatewayConfig.port), f"{where}.port"),
-        api_keys=None if keys is None else checks.text(keys, f"{where}.api_keys"),
+        api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
+        tls=_tls(given.get("tls"), f"{where}.tls"),
     )
+
+
+def _tls(data: object, where: str) -> ServerTls | None:
+    if data is None:
+        return None
+    given = checks.mapping(data, where, _names(ServerTls))
+    return ServerTls(
+        certificate=checks.text(given.get("certificate"), f"{where}.certificate"),
+        key=checks.text(given.get("key"), f"{where}.key"),
+        client_ca=checks.optional_text(given.get("client_ca"), f"{where}.client_ca"),
+    )
+
+
+def _admission(data: object, where: str) -> AdmissionSettings:
+    given = checks.mapping(data, where, _names(AdmissionSettings))
+    try:
+        return AdmissionSettings(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _metrics(data: object, where: str) -> MetricsConfig:

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .addresses import netloc, reachable
+from .admission.tenants import Keys, read_key_file
 from .config import FleetConfig, from_dict
 from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
@@ -75,12 +75,15 @@ class Frontend:
         from .router.server import serve_router
         from .router.settings import RouterSettings
 
+        router = self.config.router
         return await serve_router(
             ControllerSource(self._controller),
-            host=self.config.router.host,
-            port=self.config.router.port,
-            policy=self.config.router.policy,
-            settings=RouterSettings(transport=self.config.router.transport),
+            host=router.host,
+            port=router.port,
+            policy=router.policy,
+            settings=RouterSettings(transport=router.transport, admission=router.admission),
+            keys=Keys(read_key_file(router.api_keys or self.config.gateway.api_keys, "router.api_keys")),
+            tls=router.tls,
             registry=self._metrics.registry,
         )
 
@@ -90,7 +93,11 @@ class Frontend:
 
         gateway = self.config.gateway
         settings = GatewaySettings(
-            host=gateway.host, port=gateway.port, api_keys=read_keys(gateway.api_keys), shutdown_grace=GRACE_S
+            host=gateway.host,
+            port=gateway.port,
+            api_keys=read_key_file(gateway.api_keys, "gateway.api_keys"),
+            shutdown_grace=GRACE_S,
+            tls=gateway.tls,
         )
         specs = [ModelSpec(name=m.name, source=m.source, args=m.engine) for m in self.config.models]
         return await serve_gateway(specs, self._router.picker, settings, metrics=self._metrics)
@@ -141,22 +148,3 @@ async def bound(start: Callable[[], Awaitable[T]], seconds: float) -> T:
                 raise
             logger.warning("waiting for a port: %s", error)
         await asyncio.sleep(0.2)
-
-
-def read_keys(file: str | None) -> tuple[str, ...]:
-    """Return the API keys in ``file``, one a line, without blank lines and ``#`` comments; none without a
-    file.
-
-    Raises:
-        ValueError: if the file cannot be read or holds no key, since that would leave the gateway open.
-    """
-    if file is None:
-        return ()
-    try:
-        lines = [line.strip() for line in Path(file).read_text().splitlines()]
-    except OSError as error:
-        raise ValueError(f"gateway.api_keys: cannot read {file}: {error.strerror}") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ValueError(f"gateway.api_keys: {file} holds no key")
-    return keys

@@ -120,14 +120,15 @@ def _answer(target: Target, console: Console) -> int:
 
 def gateway_url(config: FleetConfig) -> str:
     """Return where this machine reaches the gateway."""
-    return f"http://{netloc(reachable(config.gateway.host), config.gateway.port)}"
+    scheme = "http" if config.gateway.tls is None else "https"
+    return f"{scheme}://{netloc(reachable(config.gateway.host), config.gateway.port)}"
 
 
 def _first_key(config: FleetConfig) -> str | None:
-    from .frontend import read_keys
+    from .admission.tenants import read_key_file
 
-    keys = read_keys(config.gateway.api_keys)
-    return keys[0] if keys else None
+    keys = read_key_file(config.gateway.api_keys, "gateway.api_keys")
+    return keys[0].split()[0] if keys else None
 
 
 class _Stop:

@@ -15,7 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from benchmarks.router.mock_engine import MODEL, SERVICE
 
-_TOKEN = re.compile(rb'"content":\s*"[^"]')
+_TEXT = re.compile(rb'"content":\s*"([^"]+)"')  # each token of the mock engine is one letter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ class _Connection(asyncio.Protocol):
         self.first_at = 0.0
         self.status = 0
         self.body = b""
+        self._rest = b""
         self.transport: asyncio.Transport | None = None
         self.done: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
@@ -112,7 +113,8 @@ class _Connection(asyncio.Protocol):
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        found = len(_TOKEN.findall(body))
+        *events, self._rest = (self._rest + body).split(b"\n\n")  # an event may be cut by a chunk's end
+        found = sum(len(text) for event in events for text in _TEXT.findall(event))
         if found and not self.tokens:
             self.first_at = time.perf_counter()
         self.tokens += found

@@ -20,7 +20,7 @@ from ..router.prefix.prompt import Media, TokenPrompt
 from ..router.prefix.read import make
 from ..router.retry import RetryBudget, worth_retrying
 from .engines import FeatureCache
-from .errors import client_error, no_engine, stalled
+from .errors import TENANT, client_error, no_engine, stalled
 from .metrics import GatewayMetrics
 from .requests import Outgoing
 from .responses import ResponseReader
@@ -107,7 +107,7 @@ class Attempts:
                 return stalled(job.stalled_for, job.sent)
             finally:
                 job.call = None
-                lease.release(code)
+                lease.release(code, job.tokens)
                 self._metrics.attempts.labels(self._model, code.name).inc()
             may_retry = worth_retrying(code, len(job.tried), self._settings.max_attempts)
             if job.sent or not may_retry or not self._budget.take():
@@ -124,6 +124,7 @@ class Attempts:
             priority=request.priority,
             excluded=frozenset(job.tried),
             prompt=_prompt(request),
+            tenant=TENANT.get(),
         )
 
     def _note(self, job: Job, lease: Lease, what: str) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from .errors import RETRY_AFTER
+from ..admission.tenants import Keys
+from .errors import RETRY_AFTER, TENANT
 from .http import (
-    ApiKeys,
     ClientGone,
     HttpError,
     Message,
@@ -31,6 +31,7 @@ from .http import (
     read_body,
     replay,
     respond,
+    tenant_of,
 )
 from .metrics import GatewayMetrics
 from .settings import GatewaySettings
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN = frozenset({"/health", "/metrics", "/ping"})  # answered without an API key
 _GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+_COME_BACK = frozenset({HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS})
 _NAMED = (
     _OPEN | _GENERATING | {"/v1/models", "/version", "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 )
@@ -52,7 +54,7 @@ class Dispatcher:
         self._slots = slots
         self._settings = settings
         self._metrics = metrics
-        self._keys = ApiKeys(settings.api_keys)
+        self._keys = Keys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -83,7 +85,7 @@ class Dispatcher:
         """Answer one request; returns the model it went to, "" for none."""
         path, method = scope["path"], scope["method"]
         if path not in _OPEN:
-            self._keys.check(scope)
+            TENANT.set(tenant_of(self._keys, scope))
         if method in ("GET", "HEAD"):
             if path == "/health":
                 return await self._health(send)
@@ -170,7 +172,7 @@ class Dispatcher:
 
 
 class _Answer:
-    """Watches one answer go out: keeps its status, and tells when to come back with every 503."""
+    """Watches one answer go out: keeps its status, and tells when to come back with every 503 and 429."""
 
     def __init__(self, send: Send, retry_after: float) -> None:
         self.status = 0
@@ -180,7 +182,7 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            if self.status in _COME_BACK:
                 wait = str(max(1, math.ceil(self.note["seconds"]))).encode()
                 message["headers"] = [*message.get("headers", ()), (b"retry-after", wait)]
         await self._send(message)

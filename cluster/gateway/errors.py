@@ -13,12 +13,16 @@ from http import HTTPStatus
 import grpc
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMNotFoundError, VLLMValidationError
 
+from ..admission.tenants import ANYONE, Tenant
 from ..router.errors import NoEngine, NoEngineReason
 
 Code = grpc.StatusCode
 
 RETRY_AFTER: ContextVar[dict[str, float] | None] = ContextVar("npufleet_retry_after", default=None)
 """A note that the HTTP layer lays down per request and reads when it answers 503: ``{"seconds": n}``."""
+
+TENANT: ContextVar[Tenant] = ContextVar("npufleet_tenant", default=ANYONE)
+"""Whose request it is: the HTTP layer sets it from the API key."""
 
 _BAD_REQUEST = frozenset({Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION})
 
@@ -67,4 +71,6 @@ def no_engine(error: NoEngine) -> VLLMError:
     note = RETRY_AFTER.get()
     if note is not None and error.retry_after:
         note["seconds"] = error.retry_after
-    return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    limited = error.reason is NoEngineReason.RATE_LIMITED
+    status = HTTPStatus.TOO_MANY_REQUESTS if limited else HTTPStatus.SERVICE_UNAVAILABLE
+    return GracefulHTTPError(str(error), status)

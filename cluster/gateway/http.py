@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+
+from ..admission.tenants import Keys, Tenant
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -117,21 +117,9 @@ def model_in(body: bytes) -> str | None:
     return model
 
 
-class ApiKeys:
-    """Bearer tokens (or ``x-api-key``) that may use the API; keys are kept as digests and compared in equal
-    time."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def check(self, scope: Scope) -> None:
-        """Raise :class:`HttpError` 401 for a request without a good key; without keys everyone may."""
-        if not self._digests:
-            return
-        given = header(scope, b"x-api-key") or b""
-        scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-        if scheme.lower() == b"bearer":
-            given = token.strip()
-        digest = hashlib.sha256(given).digest()
-        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
-            raise HttpError(HTTPStatus.UNAUTHORIZED, "a valid API key is needed: Authorization: Bearer KEY")
+def tenant_of(keys: Keys, scope: Scope) -> Tenant:
+    """Whose request it is. Raises :class:`HttpError` 401 for one without a good key."""
+    tenant = keys.tenant_of((name.decode("latin-1"), value) for name, value in scope["headers"])
+    if tenant is None:
+        raise HttpError(HTTPStatus.UNAUTHORIZED, "a valid API key is needed: Authorization: Bearer KEY")
+    return tenant

@@ -50,6 +50,7 @@ class Gateway:
             server_header=False,
             timeout_keep_alive=75,  # longer than clients keep a connection idle, so that they close it
             timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
+            **(settings.tls.uvicorn() if settings.tls is not None else {}),
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +65,8 @@ class Gateway:
     def url(self) -> str:
         """Where clients find it, without a path."""
         host = self._settings.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        scheme = "http" if self._settings.tls is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def add_model(self, spec: ModelSpec) -> None:
         """Serve one more model deployment. Raises ``ValueError`` for a name that is taken."""

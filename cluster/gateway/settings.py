@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..tls import ServerTls
+
 _MIB = 1 << 20
 
 
@@ -32,7 +34,8 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 picks one
-    api_keys: tuple[str, ...] = ()  # none: no authentication
+    api_keys: tuple[str, ...] = ()  # lines of a key file (admission/tenants.py); none: no authentication
+    tls: ServerTls | None = None
     max_body_bytes: int = 32 * _MIB  # of one HTTP request; more is a 413
     access_log: bool = False
     max_attempts: int = 3  # engines that one request may try, all before anything reached the client

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
+from npufleet.cluster.admission.tenants import ANYONE, Tenant
 from npufleet.cluster.router.prefix.prompt import Prompt
 
 
@@ -29,6 +30,7 @@ class RequestInfo:
     priority: int = 0  # lower is more urgent, as in vLLM
     excluded: frozenset[str] = frozenset()  # engine ids that already failed this request
     prompt: Prompt | None = None  # its prefix blocks, where the token ids are known
+    tenant: Tenant = ANYONE  # who sent it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import grpc
 
+from npufleet.cluster.admission.tenants import ANYONE, Keys, Tenant
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
 from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, SESSION_KEY
@@ -16,7 +17,10 @@ from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, SESSION_KEY
 Metadata = Sequence[tuple[str, str | bytes]]
 
 _log = logging.getLogger(__name__)
-_OF_THIS_HOP = frozenset({"user-agent", "te", "content-type"})  # a connection's own, not the request's
+_OF_THIS_HOP = frozenset(  # a connection's own, not the request's; and keys are for the router's eyes only
+    {"user-agent", "te", "content-type", "authorization", "x-api-key"}
+)
+_FOR_ADMINS = frozenset({"FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents"})
 _TRACES = frozenset({"grpc-trace-bin", "grpc-tags-bin"})  # of the grpc-* keys, the request's own
 
 
@@ -55,6 +59,7 @@ class Call:
         self.context = context
         self.metadata: Metadata = tuple(context.invocation_metadata() or ())
         self.model_label = UNKNOWN_MODEL  # becomes the model's name once it is known to exist
+        self.tenant = ANYONE
 
     @property
     def peer(self) -> str:
@@ -99,13 +104,16 @@ class Call:
 Body = Callable[[bytes, Call], Awaitable[bytes | None]]
 
 
-def handler(method: str, body: Body, metrics: RouterMetrics) -> Callable[..., Awaitable[bytes | None]]:
-    """A grpc.aio handler around ``body``: ends the call with the right status and counts it."""
+def handler(
+    method: str, body: Body, metrics: RouterMetrics, keys: Keys
+) -> Callable[..., Awaitable[bytes | None]]:
+    """A grpc.aio handler around ``body``: looks at the key, ends the call with the right status, counts it."""
 
     async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes | None:
         call = Call(context)
         code = grpc.StatusCode.UNKNOWN  # what grpc.aio answers if something unforeseen leaves this function
         try:
+            call.tenant = _tenant(method, call, keys)
             result = await body(raw, call)
             code = grpc.StatusCode.OK
             return result
@@ -129,6 +137,16 @@ def handler(method: str, body: Body, metrics: RouterMetrics) -> Callable[..., Aw
             metrics.ended(call.model_label, method, code)
 
     return handle
+
+
+def _tenant(method: str, call: Call, keys: Keys) -> Tenant:
+    tenant = keys.tenant_of(call.metadata)
+    if tenant is None:
+        text = "a valid API key is needed: metadata authorization: Bearer KEY"
+        raise CallError(grpc.StatusCode.UNAUTHENTICATED, text)
+    if method in _FOR_ADMINS and not tenant.admin:
+        raise CallError(grpc.StatusCode.PERMISSION_DENIED, f"{method} is for the keys of administrators")
+    return tenant
 
 
 async def _end(context: grpc.aio.ServicerContext, error: CallError) -> NoReturn:

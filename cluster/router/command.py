@@ -7,7 +7,8 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from ..endpoints import EngineEndpoint, EngineState
+from ..endpoints import EngineEndpoint
+from .sources import endpoints_of
 
 
 def add_engines(parser: argparse.ArgumentParser) -> None:
@@ -15,31 +16,23 @@ def add_engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         action="append",
-        required=True,
-        metavar="[MODEL@]HOST:PORT",
+        default=[],
+        metavar="[MODEL@][grpc://]HOST:PORT",
         help="an engine's gRPC address; repeat it for each engine",
     )
-    parser.add_argument("--model", help="the model of engines given without MODEL@")
+    parser.add_argument("--model", help="the model of engines given without MODEL@ (default: they are asked)")
 
 
 def endpoints(engines: Sequence[str], model: str | None) -> list[EngineEndpoint]:
     """The endpoints that ``--engine`` and ``--model`` describe; ValueError for what does not parse."""
-    made = []
-    for text in engines:
-        name, _, address = text.rpartition("@")
-        name = name or (model or "")
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"--engine {text!r} is not [MODEL@]HOST:PORT")
-        if not name:
-            raise ValueError(f"--engine {text!r} has no model; write MODEL@{text} or give --model")
-        made.append(
-            EngineEndpoint(
-                engine_id=address, model=name, address=address, metrics_url="", state=EngineState.READY
+    made = endpoints_of(engines, model or "")
+    if not made:
+        raise ValueError("no engine is given: --engine [MODEL@]HOST:PORT")
+    for endpoint in made:
+        if not endpoint.model:
+            raise ValueError(
+                f"--engine {endpoint.address!r} has no model; write MODEL@{endpoint.address} or give --model"
             )
-        )
-    if len({endpoint.engine_id for endpoint in made}) < len(made):
-        raise ValueError("an engine is given twice")
     return made
 
 

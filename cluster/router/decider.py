@@ -67,7 +67,7 @@ class Claim:
             return
         self._started = True
         self.ledger.started(self._tokens, self._pairs)
-        if self._decider.policy.learns:
+        if self._decider.learns:
             seconds = self._decider.clock() - self._sent_at
             self._model.paces.learn(self.engine_id, self._sight, seconds)
         if self._expectation is not None and self._model.prefix is not None:
@@ -87,8 +87,12 @@ class Claim:
 class Decider:
     """Chooses among ledgers with one policy. Belongs to one event loop."""
 
-    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, policy: Policy, clock: Callable[[], float] = time.monotonic, *, learns: bool = False
+    ) -> None:
+        """``learns``: learn the engines' paces though the policy does not ask for them."""
         self.policy = policy
+        self.learns = policy.learns or learns
         self.clock = clock
         self._models: dict[str, _Model] = {}
 
@@ -134,7 +138,7 @@ class Decider:
                 ttl,
                 cached=cached.get(ledger.engine_id, 0),
                 sticky=ledger.engine_id == stuck,
-                pace=paces.of(ledger.engine_id) if policy.learns else ASSUMED,
+                pace=paces.of(ledger.engine_id) if self.learns else ASSUMED,
             )
             for ledger in ledgers
         ]

@@ -29,6 +29,8 @@ class NoEngineReason(StrEnum):
     MODEL_REQUIRED = "model_required"  # several model deployments and the request names none
     NOT_READY = "not_ready"  # the model is known, none of its engines can take a request now
     EXCLUDED = "excluded"  # engines are ready, but each already failed this request
+    OVERLOADED = "overloaded"  # it would have to wait for longer than it may
+    RATE_LIMITED = "rate_limited"  # its tenant has used its tokens
 
 
 class NoEngine(Exception):
@@ -61,6 +63,8 @@ _NO_ENGINE_CODES = {
     NoEngineReason.MODEL_REQUIRED: Code.INVALID_ARGUMENT,
     NoEngineReason.NOT_READY: Code.UNAVAILABLE,
     NoEngineReason.EXCLUDED: Code.UNAVAILABLE,
+    NoEngineReason.OVERLOADED: Code.RESOURCE_EXHAUSTED,
+    NoEngineReason.RATE_LIMITED: Code.RESOURCE_EXHAUSTED,
 }
 
 

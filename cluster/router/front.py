@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.router.call import Body, handler
 from npufleet.cluster.router.control import Control
 from npufleet.cluster.router.health import HEALTH_SERVICE, HealthService
@@ -25,8 +26,9 @@ from npufleet.cluster.router.wire import METHODS, SERVICE
 class Front:
     """The gRPC services of one router."""
 
-    def __init__(self, picker: Picker, metrics: RouterMetrics, settings: RouterSettings) -> None:
+    def __init__(self, picker: Picker, metrics: RouterMetrics, settings: RouterSettings, keys: Keys) -> None:
         self._metrics = metrics
+        self._keys = keys
         self.live = LiveRequests()
         self.health = HealthService(picker.pool)
         self.control = Control(picker, self.live, settings)
@@ -66,4 +68,4 @@ class Front:
             if METHODS[name].server_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        return kind(handler(name, body, self._metrics))  # no serializers: messages stay bytes
+        return kind(handler(name, body, self._metrics, self._keys))  # no serializers: messages stay bytes

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from npufleet.cluster.router.errors import NoEngineReason
 from npufleet.cluster.router.member import Member, MemberState
 from npufleet.cluster.router.pool import EnginePool
 
@@ -81,6 +82,18 @@ class RouterMetrics:
             "Retries not made because the retry budget was spent.",
             registry=registry,
         )
+        self.refused = Counter(
+            f"{prefix}_refused",
+            "Requests that admission turned away, by the reason.",
+            ["model", "reason"],
+            registry=registry,
+        )
+        self.tenant_tokens = Counter(
+            f"{prefix}_tenant_tokens",
+            "Tokens of answers, by the tenant of the API key.",
+            ["tenant"],
+            registry=registry,
+        )
         self.picks = Counter(
             f"{prefix}_picks", "Requests sent to an engine.", ["model", "engine"], registry=registry
         )
@@ -130,6 +143,10 @@ class RouterMetrics:
         if found is None:
             found = self._of_end[key] = self.requests.labels(model, method, outcome_of(code), code.name)
         found.inc()
+
+    def on_refused(self, model: str, reason: NoEngineReason) -> None:
+        """Count a request that was turned away."""
+        self.refused.labels(model, reason.value).inc()
 
     def on_state(self, member: Member, old: MemberState, reason: str) -> None:
         """Count an engine that became unusable."""

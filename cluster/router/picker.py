@@ -6,12 +6,16 @@ against its engine until it is released; releasing also tells the pool how the e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import grpc
 
+from npufleet.cluster.admission.gate import Gate
+from npufleet.cluster.admission.settings import AdmissionSettings
+from npufleet.cluster.admission.tenants import Tenant
 from npufleet.cluster.endpoints import EngineEndpoint
-from npufleet.cluster.router.base import Policy, RequestInfo
+from npufleet.cluster.router.base import EngineLoad, Policy, RequestInfo
 from npufleet.cluster.router.decider import Claim, Decider
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.events import EventFollowers
@@ -30,11 +34,13 @@ class Lease:
     block.
     """
 
-    __slots__ = ("_claim", "_member")
+    __slots__ = ("_claim", "_gate", "_member", "_tenant")
 
-    def __init__(self, member: Member, claim: Claim) -> None:
+    def __init__(self, member: Member, claim: Claim, gate: Gate, tenant: Tenant) -> None:
         self._member = member
         self._claim = claim
+        self._gate = gate
+        self._tenant = tenant
 
     @property
     def endpoint(self) -> EngineEndpoint:
@@ -50,14 +56,17 @@ class Lease:
         """The first output came back: the prompt is no longer queued. Further calls change nothing."""
         self._claim.started()
 
-    def release(self, code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
-        """The request ended with ``code`` as its engine gave it. Further calls change nothing.
+    def release(self, code: grpc.StatusCode = grpc.StatusCode.OK, tokens: int = 0) -> None:
+        """The request ended with ``code`` as its engine gave it, after ``tokens`` tokens of an answer. Further
+        calls change nothing.
 
         UNAVAILABLE takes the engine out of the rotation until a probe succeeds, an internal error asks for a
         probe at once; what the client caused leaves the engine alone.
         """
         if self._claim.ended():
             self._member.outcome(code)
+            self._gate.charge(self._tenant, tokens)
+            self._gate.freed(self._member.endpoint.model)
 
     def __enter__(self) -> Lease:
         return self
@@ -74,10 +83,20 @@ class Lease:
 class Picker:
     """Chooses engines with one policy over one pool."""
 
-    def __init__(self, pool: EnginePool, policy: Policy) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        policy: Policy,
+        admission: AdmissionSettings | None = None,
+        on_refused: Callable[[str, NoEngineReason], None] = lambda model, reason: None,
+    ) -> None:
+        """``on_refused(model, reason)`` is told of each request that admission turns away."""
         self._pool = pool
-        self._decider = Decider(policy)
+        self._admission = admission or AdmissionSettings()
+        self._decider = Decider(policy, learns=self._admission.ttft_objective > 0)
         self._events = EventFollowers(pool, self._decider)
+        self.gate = Gate(self._admission, self, on_refused)
+        pool.listen(self.gate.freed_all)
 
     @property
     def pool(self) -> EnginePool:
@@ -104,11 +123,10 @@ class Picker:
         return self._pool.models()
 
     async def pick(self, info: RequestInfo) -> Lease:
-        """Lease the best engine for ``info``.
-
-        Does not wait today; it is a coroutine so that admission control may. Raises :class:`NoEngine`.
-        """
+        """Lease the best engine for ``info``, once admission lets it in. Raises :class:`NoEngine`."""
         model = self._pool.resolve(info.model)
+        if not info.excluded:  # a retry was let in before
+            await self.gate.enter(model, info)
         members = self._pool.pickable(model)
         if not members:
             raise self._pool.not_ready(model)
@@ -119,8 +137,20 @@ class Picker:
                 f"every ready engine of model {model!r} already failed this request ({len(members)} tried)",
                 retry_after=self._pool.retry_after,
             )
+        slots = self._admission.engine_slots
+        candidates = [m for m in candidates if m.ledger.in_flight < slots] or candidates
         ledgers = [member.ledger for member in candidates]
         claim = self._decider.choose(model, info, ledgers, self._pool.settings.load_ttl)
         member = candidates[ledgers.index(claim.ledger)]
         self._pool.on_pick(member)
-        return Lease(member, claim)
+        return Lease(member, claim, self.gate, info.tenant)
+
+    def room(self, model: str, slots: int) -> int:
+        """How many more requests the ready engines of ``model`` take with ``slots`` each; -1 without any."""
+        members = self._pool.pickable(model)
+        return sum(max(0, slots - member.ledger.in_flight) for member in members) if members else -1
+
+    def look(self, model: str, info: RequestInfo) -> Sequence[EngineLoad]:
+        """The loads of the ready engines of ``model``, as ``info`` would find them."""
+        ledgers = [member.ledger for member in self._pool.pickable(model)]
+        return self._decider.look(model, info, ledgers, self._pool.settings.load_ttl)

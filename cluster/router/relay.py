@@ -16,7 +16,7 @@ from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
 from npufleet.cluster.router.requests import LiveRequest, LiveRequests
 from npufleet.cluster.router.retry import RetryBudget, worth_retrying
 from npufleet.cluster.router.settings import RouterSettings
-from npufleet.cluster.router.wire import ENGINE_KEY, path, read_head, with_request_id
+from npufleet.cluster.router.wire import ENGINE_KEY, answered_tokens, path, read_head, with_request_id
 
 _CANCELLED = grpc.StatusCode.CANCELLED
 
@@ -86,6 +86,7 @@ class Relay:
                 cache_salt=head.cache_salt,
                 priority=head.priority,
                 prompt=head.prompt,
+                tenant=call.tenant,
             )
             job = _Job(call=call, method=method, raw=raw, info=info, live=live, arrived=arrived)
             return await answer(job)
@@ -93,17 +94,18 @@ class Relay:
     async def _generate(self, job: _Job) -> None:
         opened = await self._open(job, _read_first)
         lease, rpc, context = opened.lease, opened.rpc, job.call.context
-        code, sent = _CANCELLED, 0
+        code, sent, message = _CANCELLED, 0, b""
         try:
             if metadata := await rpc.initial_metadata():  # without any it goes out with the first message
                 await context.send_initial_metadata(tuple(metadata))
-            message = opened.first
-            if message is not grpc.aio.EOF:
+            read = opened.first
+            if read is not grpc.aio.EOF:
                 self._metrics.of(job.info.model).first_message.observe(time.perf_counter() - job.arrived)
-            while message is not grpc.aio.EOF:
+            while read is not grpc.aio.EOF:
+                message = read
                 await context.write(message)
                 sent += 1
-                message = await rpc.read()
+                read = await rpc.read()
             engine = (ENGINE_KEY, lease.endpoint.engine_id)
             context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
             code = grpc.StatusCode.OK
@@ -113,7 +115,9 @@ class Relay:
         finally:
             if code is _CANCELLED:
                 rpc.cancel()
-            lease.release(code)
+            tokens = answered_tokens(message, sent)
+            lease.release(code, tokens)
+            self._metrics.tenant_tokens.labels(job.info.tenant.name).inc(tokens)
 
     async def _embed(self, job: _Job) -> bytes:
         opened = await self._open(job, _read_only)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 from prometheus_client import CollectorRegistry
 
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.base import Policy
 from npufleet.cluster.router.front import Front
@@ -20,6 +21,7 @@ from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.pool import EnginePool
 from npufleet.cluster.router.registry import DEFAULT_POLICY, load_policy
 from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.tls import ServerTls
 
 _log = logging.getLogger(__name__)
 
@@ -77,23 +79,26 @@ async def serve_router(
     registry: CollectorRegistry | None = None,
     settings: RouterSettings | None = None,
     reuse_port: bool = False,
+    keys: Keys | None = None,
+    tls: ServerTls | None = None,
 ) -> RouterHandle:
     """Start a router over ``source`` and return it; it serves until its ``close``.
 
     ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies` or a policy; the Prometheus
     series go into ``registry`` (a fresh one by default); ``reuse_port`` lets several routers share one port.
-    OSError where the port cannot be had, ValueError for an unknown policy.
+    With ``keys`` each call must carry one; with ``tls`` the port speaks nothing else. OSError where the port
+    cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
     """
     settings = settings or RouterSettings()
     chosen = load_policy(policy) if isinstance(policy, str) else policy
     server = grpc.aio.server(
         options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
     )
-    bound = await _bind(server, host, port)  # first: nothing is left behind where it fails
+    bound = await _bind(server, host, port, tls)  # first: nothing is left behind where it fails
     metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
     pool = EnginePool(source, settings, metrics)
-    picker = Picker(pool, chosen)
-    front = Front(picker, metrics, settings)
+    picker = Picker(pool, chosen, settings.admission, metrics.on_refused)
+    front = Front(picker, metrics, settings, keys or Keys(()))
     front.add_to(server)
     metrics.watch(pool)
     await pool.start()
@@ -118,10 +123,12 @@ def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[
     ]
 
 
-async def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
     address = f"{_bracketed(host)}:{port}"
     try:
-        return server.add_insecure_port(address)
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
         await server.stop(None)
         raise OSError(f"the router cannot listen on {address}: {error}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.proto.extension import METADATA_LIMIT
 from npufleet.cluster.transport.base import LinkSettings, Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, check_transport
@@ -31,6 +32,8 @@ class RouterSettings:
         1.0  # between GetLoads calls, give or take a fifth: routers shall not march in step
     )
     load_ttl: float = 5.0  # a report older than this is not believed
+    # Admission
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     # Requests
     max_attempts: int = 3  # engines that one request may try, all before its first output
     retry_budget: int = 256  # retries in reserve for all requests; a fifth of one comes back per success

@@ -74,6 +74,18 @@ def read_head(method: str, raw: bytes, metadata: Sequence[tuple[str, str | bytes
     )
 
 
+def answered_tokens(last: bytes, messages: int) -> int:
+    """How many tokens an answer of ``messages`` messages had whose last one is ``last``.
+
+    The last message of a whole answer tells; of one that broke off, each message counts as a token.
+    """
+    try:
+        answer = pb.GenerateResponse.FromString(last)
+    except DecodeError:
+        return messages
+    return answer.complete.completion_tokens or messages
+
+
 def parse(kind: type[M], raw: bytes) -> M:
     """``raw`` as a message of ``kind``; ValueError where it is not one."""
     try:

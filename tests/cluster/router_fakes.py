@@ -18,6 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState, Snapshot
 from npufleet.cluster.router.server import RouterHandle, serve_router
 from npufleet.cluster.router.settings import RouterSettings
@@ -191,6 +192,7 @@ async def fleet(
     settings: RouterSettings = QUICK,
     source: ListSource | None = None,
     wait: bool = True,
+    keys: Keys | None = None,
 ) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         for engine in engines:
@@ -198,7 +200,7 @@ async def fleet(
                 await engine.start()
                 stack.push_async_callback(engine.stop)
         source = source or ListSource(*map(endpoint, engines))
-        router = await serve_router(source, policy=policy, settings=settings)
+        router = await serve_router(source, policy=policy, settings=settings, keys=keys)
         stack.push_async_callback(router.close, 0.0)
         channel = grpc.aio.insecure_channel(router.address)
         stack.push_async_callback(channel.close)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from npufleet.cluster import app, config
-from npufleet.cluster.frontend import bound, read_keys
+from npufleet.cluster.admission.tenants import read_key_file as read_keys
+from npufleet.cluster.frontend import bound
 
 
 async def test_it_waits_for_the_port_of_the_one_before() -> None:

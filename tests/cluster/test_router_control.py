@@ -241,7 +241,7 @@ def test_the_command_line_says_what_is_wrong():
         ("m", "[::1]:3"),
     ]
     for engines, model, message in [
-        (["nowhere"], "m", r"'nowhere' is not \[MODEL@\]HOST:PORT"),
+        (["nowhere"], "m", r"'nowhere' is not \[MODEL@\]\[grpc://\]HOST:PORT"),
         (["h:1"], None, "h:1' has no model"),
         (["h:1", "h:1"], "m", "given twice"),
     ]:

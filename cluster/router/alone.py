@@ -1,0 +1,170 @@
+"""A router alone: the command line of ``npufleet route``, and what it starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from npufleet.cluster.admission.settings import AdmissionSettings
+from npufleet.cluster.admission.tenants import Keys, read_key_file
+from npufleet.cluster.endpoints import EndpointSource
+from npufleet.cluster.router.command import add_engines, stop_asked
+from npufleet.cluster.router.pool import StaticSource
+from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
+from npufleet.cluster.router.server import serve_router
+from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.sources import DnsSource, FileSource, NamedBySelf, endpoints_of
+from npufleet.cluster.tls import ServerTls
+from npufleet.cluster.transport.base import Tls
+from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, known_transports
+
+EPILOG = """\
+examples:
+  npufleet route --engine grpc://10.0.0.1:50051 --engine grpc://10.0.0.2:50051
+  npufleet route --engines-file engines.txt --api-keys keys.txt
+  npufleet route --engines-dns engines.default.svc:50051 --host 0.0.0.0 --tls-cert tls.crt --tls-key tls.key
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that :func:`main` reads."""
+    add_engines(parser)
+    parser.add_argument(
+        "--engines-file",
+        type=Path,
+        metavar="FILE",
+        help="engines, one a line as for --engine; may change while the router runs",
+    )
+    parser.add_argument(
+        "--engines-dns",
+        metavar="NAME:PORT",
+        help="every address of a name is an engine, such as a headless Kubernetes service",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=50051, help="gRPC port, 0 = any (default %(default)s)")
+    names = ", ".join(known_policies())
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help=f"{names} (default %(default)s)")
+    parser.add_argument(
+        "--transport",
+        default=DEFAULT_TRANSPORT,
+        choices=known_transports(),
+        help="gRPC client towards engines (default %(default)s)",
+    )
+    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, help="seconds for running calls to end on SIGTERM"
+    )
+    parser.add_argument(
+        "--reuse-port", action="store_true", help="share the port with other routers on this machine"
+    )
+    _add_safety(parser)
+
+
+def _add_safety(parser: argparse.ArgumentParser) -> None:
+    safety = parser.add_argument_group("who may ask, and how much")
+    safety.add_argument("--api-keys", metavar="FILE", help="keys and their tenants, one a line")
+    safety.add_argument("--tls-cert", metavar="FILE", help="certificate of this router (PEM)")
+    safety.add_argument("--tls-key", metavar="FILE", help="its key")
+    safety.add_argument("--tls-client-ca", metavar="FILE", help="clients must show a certificate of this CA")
+    safety.add_argument("--engine-ca", type=Path, metavar="FILE", help="engines speak TLS, signed by this CA")
+    safety.add_argument("--engine-cert", type=Path, metavar="FILE", help="what this router shows to engines")
+    safety.add_argument("--engine-key", type=Path, metavar="FILE", help="its key")
+    safety.add_argument("--engine-name", metavar="NAME", help="name in the engines' certificates")
+    safety.add_argument(
+        "--ttft-objective",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="refuse requests whose first token would come later than this, with a time to return",
+    )
+    safety.add_argument(
+        "--engine-slots", type=int, default=AdmissionSettings.engine_slots, metavar="N",
+        help="requests on one engine before further ones wait in the router (default %(default)s)",
+    )  # fmt: skip
+    safety.add_argument(
+        "--max-queue", type=int, default=AdmissionSettings.max_queue, metavar="N",
+        help="requests of a model that wait in the router before further ones are refused (default %(default)s)",
+    )  # fmt: skip
+
+
+def source_of(args: argparse.Namespace, tls: Tls | None) -> EndpointSource:
+    """Where the engines come from; ValueError for none or for several places at once."""
+    given = [bool(args.engine), args.engines_file is not None, args.engines_dns is not None]
+    if sum(given) != 1:
+        raise ValueError("give engines in one way: --engine, --engines-file or --engines-dns")
+    model = args.model or ""
+    source: EndpointSource
+    if args.engine:
+        endpoints = endpoints_of(args.engine, model)
+        source = StaticSource(endpoints)
+        if all(endpoint.model for endpoint in endpoints):
+            return source
+    elif args.engines_file is not None:
+        source = FileSource(args.engines_file, model)
+    else:
+        name, _, port = args.engines_dns.rpartition(":")
+        if not name or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(f"--engines-dns {args.engines_dns!r} is not NAME:PORT")
+        source = DnsSource(name, int(port), model)
+    return NamedBySelf(source, args.transport, tls)
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    tls = None
+    if args.engine_ca or args.engine_cert:
+        tls = Tls(
+            ca=args.engine_ca,
+            certificate=args.engine_cert,
+            key=args.engine_key,
+            server_name=args.engine_name,
+        )
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ValueError("--tls-cert and --tls-key are given together or not at all")
+    own = None
+    if args.tls_cert:
+        own = ServerTls(certificate=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca).check()
+    elif args.tls_client_ca:
+        raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+    admission = AdmissionSettings(
+        ttft_objective=args.ttft_objective, engine_slots=args.engine_slots, max_queue=args.max_queue
+    )
+    registry = CollectorRegistry()
+    stop = stop_asked()
+    handle = await serve_router(
+        source_of(args, tls),
+        host=args.host,
+        port=args.port,
+        policy=args.policy,
+        registry=registry,
+        settings=RouterSettings(transport=args.transport, tls=tls, admission=admission),
+        reuse_port=args.reuse_port,
+        keys=Keys(read_key_file(args.api_keys, "--api-keys")),
+        tls=own,
+    )
+    if args.metrics_port is not None:
+        start_http_server(args.metrics_port, addr=args.host, registry=registry)
+    print(f"router listens on {handle.address}", flush=True)
+    await stop.wait()
+    await handle.close(args.grace)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run it; 2 for a command line that cannot be served."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        try:
+            import uvloop
+        except ImportError:  # a faster loop where it is installed, nothing else
+            asyncio.run(serve(args))
+        else:
+            uvloop.run(serve(args))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

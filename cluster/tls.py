@@ -1,0 +1,47 @@
+"""TLS of what clients connect to: the router's and the gateway's own ports."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTls:
+    """PEM files: what to show to clients, and which authority's certificates they must show (mutual TLS)."""
+
+    certificate: str
+    key: str
+    client_ca: str | None = None  # None: clients show none
+
+    def check(self) -> ServerTls:
+        """Itself; ValueError where its files cannot be used."""
+        try:
+            made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            made.load_cert_chain(self.certificate, self.key)
+            if self.client_ca is not None:
+                made.load_verify_locations(self.client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"the TLS files cannot be used: {error}") from error
+        return self
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For grpcio. ValueError for files that cannot be used."""
+        self.check()
+        ca = None if self.client_ca is None else Path(self.client_ca).read_bytes()
+        pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
+        return grpc.ssl_server_credentials([pair], ca, ca is not None)
+
+    def uvicorn(self) -> dict[str, Any]:
+        """For uvicorn.Config. ValueError for files that cannot be used."""
+        self.check()
+        return {
+            "ssl_certfile": self.certificate,
+            "ssl_keyfile": self.key,
+            "ssl_ca_certs": self.client_ca,
+            "ssl_cert_reqs": ssl.CERT_NONE if self.client_ca is None else ssl.CERT_REQUIRED,
+        }
