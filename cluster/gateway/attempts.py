@@ -149,6 +149,7 @@ class Attempts:
         def take(raw: bytes) -> None:
             nonlocal done
             job.heard_at = time.monotonic()
+            lease.heard()
             done = reader.feed(pb.GenerateResponse.FromString(raw), self._emit())
             if not job.tokens:
                 lease.started()

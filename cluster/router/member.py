@@ -21,6 +21,7 @@ from npufleet.cluster.router.base import EngineLoad
 from npufleet.cluster.router.errors import BROKE, LOST
 from npufleet.cluster.router.ledger import Ledger
 from npufleet.cluster.router.probe import HealthProbe, sum_loads
+from npufleet.cluster.router.progress import Breaker, Progress
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import path, pb
 from npufleet.cluster.transport.base import EngineChannel
@@ -49,7 +50,9 @@ class Member:
         endpoint: EngineEndpoint,
         settings: RouterSettings,
         on_change: Callable[[Member, MemberState, str], None],
+        spare: Callable[[Member], bool] = lambda member: True,
     ) -> None:
+        """``spare(member)``: another engine could take its requests, so it may rest after errors."""
         self.endpoint = endpoint
         self.channel: EngineChannel = open_channel(
             settings.transport, endpoint.address, settings.link(), settings.tls
@@ -57,6 +60,10 @@ class Member:
         self.ledger = Ledger(endpoint.engine_id)
         self._settings = settings
         self._on_change = on_change
+        self._spare = spare
+        self._progress = Progress(settings.stall_timeout, settings.first_stall_timeout)
+        self._breaker = Breaker(settings.breaker_failures)
+        self.heard = self._progress.heard  # to be called with each message of a request
         self._reached = False
         self._reached_once = False
         self._leaving = False
@@ -93,7 +100,12 @@ class Member:
 
     def start(self) -> None:
         """Start the loops, in the running event loop."""
-        loops = (self._follow_connection(), self._follow_health(), self._follow_load())
+        loops = (
+            self._follow_connection(),
+            self._follow_health(),
+            self._follow_load(),
+            self._follow_progress(),
+        )
         self._tasks = [asyncio.create_task(loop, name=f"router {self.engine_id}") for loop in loops]
         for task in self._tasks:
             task.add_done_callback(_report_crash)
@@ -113,8 +125,12 @@ class Member:
             self._lost(f"a request failed with {code.name}")
         elif code in BROKE:
             self._wake.set()  # it may be the request's fault: let the health check decide, now
+            if self._breaker.failed() and self._reached and self._spare(self):
+                self._rounds += 1
+                self._lost(f"one request after another failed, now with {code.name}")
         elif code is grpc.StatusCode.OK:
             self._rounds = 0
+            self._breaker.succeeded()
 
     async def leave(self) -> None:
         """Take no more requests, let the running ones end within ``leave_timeout``, then close."""
@@ -194,6 +210,18 @@ class Member:
             # Probing a broken engine must not become a busy loop, and one whose health check says yes while
             # each request fails must not draw traffic again and again: the pause doubles with each round.
             await asyncio.sleep(min(_LONGEST_HOLD, _SHORTEST_HOLD * 2 ** min(self._rounds, 16)))
+
+    async def _follow_progress(self) -> None:
+        """Take a stuck engine out, and end its requests: those without an answer can still go elsewhere."""
+        while True:
+            await asyncio.sleep(self._settings.stall_timeout / 8)
+            silent = self._progress.silent_for(self.ledger.in_flight, self.ledger.queued)
+            if silent:
+                self._progress.heard()
+                self._rounds += 1
+                reason = f"no progress on any of {self.ledger.in_flight} requests for {silent:.0f} s"
+                self._lost(reason)
+                self.channel.drop(reason)
 
     async def _follow_load(self) -> None:
         ask = self.channel.unary_unary(

@@ -52,6 +52,10 @@ class Lease:
         """The pool's channel to that engine. It belongs to the pool: do not close it."""
         return self._member.channel
 
+    def heard(self) -> None:
+        """A message came: the engine gets on."""
+        self._member.heard()
+
     def started(self) -> None:
         """The first output came back: the prompt is no longer queued. Further calls change nothing."""
         self._claim.started()

@@ -177,7 +177,7 @@ class EnginePool:
                 member.update(endpoint)
         for engine_id, endpoint in wanted.items():
             if engine_id not in self._members:
-                member = Member(endpoint, self.settings, self._on_change)
+                member = Member(endpoint, self.settings, self._on_change, self._has_spare)
                 self._members[engine_id] = member
                 member.start()
         self._index()
@@ -205,6 +205,9 @@ class EnginePool:
     def _on_change(self, member: Member, old: MemberState, reason: str) -> None:
         self._observer.on_state(member, old, reason)
         self._tell()
+
+    def _has_spare(self, member: Member) -> bool:
+        return len(self.pickable(member.endpoint.model)) > 1
 
     def _tell(self) -> None:
         for listener in self._listeners:

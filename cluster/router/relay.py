@@ -103,6 +103,7 @@ class Relay:
                 self._metrics.of(job.info.model).first_message.observe(time.perf_counter() - job.arrived)
             while read is not grpc.aio.EOF:
                 message = read
+                lease.heard()
                 await context.write(message)
                 sent += 1
                 read = await rpc.read()

@@ -27,6 +27,9 @@ class RouterSettings:
     probe_timeout: float = 2.0
     probe_misses: int = 3  # checks that may time out in a row before a busy engine counts as lost
     recovery_interval: float = 0.5  # between health checks of an engine that is not well
+    breaker_failures: int = 5  # internal errors in a row after which an engine rests, if there is another one
+    stall_timeout: float = 30.0  # silence of an engine that decodes requests before it counts as stuck
+    first_stall_timeout: float = 600.0  # and of one whose requests all wait for their first message
     # Load
     load_interval: float = (
         1.0  # between GetLoads calls, give or take a fifth: routers shall not march in step

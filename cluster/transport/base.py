@@ -60,6 +60,10 @@ class EngineChannel(Protocol):
         """As ``grpc.aio.Channel.wait_for_state_change``."""
         ...
 
+    def drop(self, reason: str) -> None:
+        """Break the connection: its calls end (UNAVAILABLE; cancelled over grpcio) and the next one is made."""
+        ...
+
     async def close(self, grace: float | None = None) -> None:
         """Close it; calls that still run are cancelled (after ``grace`` seconds)."""
         ...

@@ -15,14 +15,18 @@ class GrpcioChannel:
     """A ``grpc.aio.Channel`` with the options of a link to an engine."""
 
     def __init__(self, address: str, settings: LinkSettings, tls: Tls | None = None) -> None:
-        options: list[tuple[str, Any]] = list(channel_options(settings))
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
-        else:
-            if tls.server_name is not None:
-                options.append(("grpc.ssl_target_name_override", tls.server_name))
-            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
-        self._listening: set[asyncio.Task[Any]] = set()
+        self._address = address
+        self._options: list[tuple[str, Any]] = list(channel_options(settings))
+        self._credentials = None if tls is None else tls.credentials()
+        if tls is not None and tls.server_name is not None:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+        self._channel = self._open()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._address, options=self._options)
+        return grpc.aio.secure_channel(self._address, self._credentials, options=self._options)
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """As ``grpc.aio.Channel.unary_unary``."""
@@ -37,10 +41,7 @@ class GrpcioChannel:
     ) -> Listening:
         """Read the stream in a task that calls ``on_message``."""
         call = self._channel.unary_stream(method)(request, metadata=tuple(metadata), timeout=timeout)
-        task = asyncio.create_task(_pump(call, on_message))
-        self._listening.add(task)
-        task.add_done_callback(self._listening.discard)
-        return task
+        return self._keep(asyncio.create_task(_pump(call, on_message)))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """As ``grpc.aio.Channel.get_state``."""
@@ -50,9 +51,19 @@ class GrpcioChannel:
         """As ``grpc.aio.Channel.wait_for_state_change``."""
         return self._channel.wait_for_state_change(last_observed_state)
 
+    def drop(self, reason: str) -> None:
+        """Go on with another channel; calls on the old one are cancelled. ``reason`` is not passed on."""
+        old, self._channel = self._channel, self._open()
+        self._keep(asyncio.create_task(old.close(None)))
+
     async def close(self, grace: float | None = None) -> None:
         """Close it."""
         await self._channel.close(grace)
+
+    def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _pump(call: Any, on_message: OnMessage) -> Any:

@@ -156,7 +156,7 @@ async def test_a_request_that_breaks_engines_meets_two_at_most():
 
 async def test_the_retry_budget_bounds_a_storm():
     engines = [FakeEngine(name=n, fail_at=0, fail_code=Code.INTERNAL) for n in "abc"]
-    async with fleet(*engines, settings=RouterSettings(retry_budget=5)) as f:
+    async with fleet(*engines, settings=RouterSettings(retry_budget=5, breaker_failures=1000)) as f:
         for _ in range(20):
             await error_of(f.stub.Generate(generate_request()))
         assert sum(f.served()) == 25

@@ -77,6 +77,11 @@ class Http2Channel:
         while self._state is last_observed_state:
             await self._changed.wait()
 
+    def drop(self, reason: str) -> None:
+        """Break the connection: its calls end with UNAVAILABLE, and the next connection is made when needed."""
+        for connection in (*self._old, *([] if self._connection is None else [self._connection])):
+            connection.abort(frames.NO_ERROR, reason)
+
     async def close(self, grace: float | None = None) -> None:
         """Close it; calls that still run after ``grace`` seconds are cancelled."""
         if self._state is State.SHUTDOWN:
