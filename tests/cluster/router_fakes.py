@@ -1,11 +1,13 @@
 """A VllmEngine without a model, and helpers to put a router before several of them.
 
-Run as a program it is one engine in its own process: ``router_fakes.py PORT [NAME]``.
+Run as a program it is one engine in its own process: ``router_fakes.py PORT [NAME]``. SIGUSR1 makes it slow, SIGUSR2
+well again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -237,6 +239,9 @@ async def tokens_of(call) -> list[int]:
 async def _main(port: int, name: str) -> None:
     engine = await FakeEngine(name=name, port=port, delay=0.005).start()
     print(engine.port, flush=True)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, setattr, engine, "delay", 0.25)  # slow
+    loop.add_signal_handler(signal.SIGUSR2, setattr, engine, "delay", 0.005)  # and well again
     await engine.server.wait_for_termination()
 
 
