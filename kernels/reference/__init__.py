@@ -15,6 +15,7 @@ from . import (  # noqa: F401
     kv_cache,
     mla,
     moe,
+    moe_distribute,
     norm,
     quant,
     quant_weight,

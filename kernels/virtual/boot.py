@@ -82,8 +82,12 @@ def after_torch_npu() -> None:
     _kernels.vnpu_install_kernels.restype = ctypes.c_int
     assert _kernels.vnpu_install_kernels() > 0
     from npufleet.kernels import reference
+    from npufleet.kernels.reference import communicator
+
+    from . import communicators
 
     reference.install()
+    communicator.provide(communicators.find)
 
 
 def loaded() -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import npufleet.kernels.ops
+from npufleet.kernels.distribute_limits import Distribution
 from npufleet.kernels.ops import (
     activation,
     attention,
     kv_cache,
     mla,
     moe,
+    moe_distribute,
     norm,
     quant,
     quant_weight,
@@ -25,6 +28,7 @@ from npufleet.kernels.ops import (
 )
 
 from .paged import make_case
+from .thread_ranks import Meeting, run_ranks
 
 NAMESPACES = ("npu", "atb")
 # torch_npu has no Meta kernel for these, so only their schema is checked here
@@ -61,6 +65,30 @@ def expert_layer(
     routed = moe.expand(x, experts, logits.shape[1], first, last)
     rows = moe.feed_forward(routed.rows, gate_up[first:last], down[first:last], routed.counts)
     return moe.combine(rows, routed.places, weights, partial=last - first < logits.shape[1])
+
+
+def distributed_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
+    """Dispatch and combine of two ranks, of which the first is looked at."""
+    weights = torch.tensor([[0.5, 0.25], [0.1, 0.9]], device=device)
+    experts = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32, device=device)
+    for chip, kind, algorithm, hidden in (
+        ("Ascend910B3", "A2", "fullmesh", 64),
+        ("Ascend910_9391", "A3", "fullmesh_v1", 1024),
+    ):
+        layout = Distribution(
+            generation=kind, algorithm=algorithm, ranks=2, experts=4, top_k=2, hidden=hidden
+        )
+        x = torch.randn(2, hidden, dtype=torch.bfloat16, device=device)
+
+        def layer(rank: int, x: torch.Tensor, layout: Distribution, quantize: bool) -> torch.Tensor:
+            group = moe_distribute.ExpertGroup(name="experts", rank=rank, layout=layout)
+            sent = moe_distribute.dispatch(x, experts, weights, group, largest=3, quantize=quantize)
+            rows = sent.rows.to(x.dtype)
+            return moe_distribute.combine(rows, experts, weights, sent, group, largest=3)
+
+        for quantize in (False, True):
+            call = partial(layer, x=x, layout=layout, quantize=quantize)
+            yield lambda chip=chip, call=call: run_ranks(Meeting(ranks=2, chip=chip), call)
 
 
 def latent_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -190,6 +218,7 @@ def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
         )
     yield from latent_calls(device)
     yield from quantized_calls(device)
+    yield from distributed_calls(device)
     yield lambda: sampling.top_k_top_p(rand(5, 40), torch.rand(5, device=device), slots + 1)
 
 

@@ -16,7 +16,10 @@ struct Group {
 };
 thread_local Group t_group;
 
-void run_counted(Comm& comm, uint32_t op, uint64_t bytes, const std::function<void(Comm&)>& work) {
+}  // namespace
+
+void hccl_run_counted(Comm& comm, uint32_t op, uint64_t bytes, const std::function<void(Comm&)>& work) {
+  comm.use(op);
   double start = now_seconds();
   work(comm);
   Counter& counter = g_counters[op];
@@ -25,17 +28,15 @@ void run_counted(Comm& comm, uint32_t op, uint64_t bytes, const std::function<vo
   counter.nanoseconds.fetch_add(static_cast<uint64_t>((now_seconds() - start) * 1e9));
 }
 
-}  // namespace
-
 int hccl_run(Comm& comm, uint32_t op, uint64_t bytes, std::function<void(Comm&)> work) {
-  run_counted(comm, op, bytes, work);
+  hccl_run_counted(comm, op, bytes, work);
   if (!vnpu_capturing()) return HCCL_OK;
   std::weak_ptr<Comm> again = hccl_comm(&comm);
   auto replay = [again, op, bytes, work = std::move(work)] {
     std::shared_ptr<Comm> comm = again.lock();
     if (comm == nullptr)
       vnpu_throw(HCCL_PARA, "%s in a graph: the communicator has been destroyed since capture", hccl_op_name(op));
-    run_counted(*comm, op, bytes, work);
+    hccl_run_counted(*comm, op, bytes, work);
   };
   vnpu_record(std::move(replay), hccl_op_name(op));
   return HCCL_OK;

@@ -32,6 +32,8 @@ int hccl_call(void* handle, uint32_t op, Work work) {
   return hccl_guarded([&] { return work(*comm); });
 }
 
+// Does the work and counts it under `op`.
+void hccl_run_counted(Comm& comm, uint32_t op, uint64_t bytes, const std::function<void(Comm&)>& work);
 // Does the work now and, while a graph is being captured, once more at each replay, on the same buffers.
 int hccl_run(Comm& comm, uint32_t op, uint64_t bytes, std::function<void(Comm&)> work);
 

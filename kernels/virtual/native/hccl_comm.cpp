@@ -31,6 +31,15 @@ bool has_pid(RankBlock& block) {
   return state == kJoined || state == kLeft;
 }
 
+long whole_number(const char* variable, const char* text, long least, const char* unit) {
+  char* end = nullptr;
+  long value = strtol(text, &end, 10);
+  if (*end != '\0' || value < least || value > 2147483647L)
+    vnpu_throw(HCCL_PARA, "EI0001: %s must be a whole number of %s from %ld to 2147483647, not '%s'", variable, unit,
+               least, text);
+  return value;
+}
+
 std::mutex g_comms_lock;
 std::map<void*, std::shared_ptr<Comm>>& comms() {
   static auto* map = new std::map<void*, std::shared_ptr<Comm>>;
@@ -44,7 +53,8 @@ const char* hccl_op_name(uint32_t op) {
       "nothing yet",   "HcclAllReduce",     "HcclBroadcast",       "HcclAllGather", "HcclAllGatherV",
       "HcclReduceScatter", "HcclReduceScatterV", "HcclReduce",     "HcclScatter",   "HcclAlltoAll",
       "HcclAlltoAllV", "HcclAlltoAllVC",    "HcclBarrier",         "HcclSend",      "HcclRecv",
-      "HcclBatchSendRecv", "HcclCommInit",  "HcclCreateSubCommConfig",
+      "HcclBatchSendRecv", "MoeDistributeDispatch counts", "MoeDistributeDispatch", "MoeDistributeCombine",
+      "HcclCommInit",  "HcclCreateSubCommConfig",
   };
   return op < kOps ? names[op] : "unknown";
 }
@@ -53,6 +63,13 @@ std::shared_ptr<Comm> hccl_comm(void* handle) {
   std::lock_guard<std::mutex> lock(g_comms_lock);
   auto it = comms().find(handle);
   return it == comms().end() ? nullptr : it->second;
+}
+
+std::shared_ptr<Comm> hccl_comm_named(const std::string& name) {
+  std::lock_guard<std::mutex> lock(g_comms_lock);
+  for (const auto& [handle, comm] : comms())
+    if (comm->name() == name) return comm;
+  return nullptr;
 }
 
 void* hccl_register(std::shared_ptr<Comm> comm) {
@@ -78,15 +95,18 @@ bool hccl_unregister(void* handle) {
 double hccl_timeout(const char* variable, double otherwise) {
   const char* text = getenv(variable);
   if (text == nullptr || *text == '\0') return otherwise;
-  char* end = nullptr;
-  long value = strtol(text, &end, 10);
-  if (*end != '\0' || value < 0 || value > 2147483647L)
-    vnpu_throw(HCCL_PARA, "EI0001: %s must be a whole number of seconds from 0 to 2147483647, not '%s'", variable,
-               text);
-  return static_cast<double>(value);
+  return static_cast<double>(whole_number(variable, text, 0, "seconds"));
 }
 
-Comm::Comm(const RootInfo& root, uint32_t ranks, uint32_t rank, const std::string& name, int32_t exec_timeout)
+uint64_t hccl_buffer_bytes() {
+  const char* text = getenv("HCCL_BUFFSIZE");
+  uint64_t megabytes = 200;
+  if (text != nullptr && *text != '\0') megabytes = static_cast<uint64_t>(whole_number("HCCL_BUFFSIZE", text, 1, "MB"));
+  return megabytes << 20;
+}
+
+Comm::Comm(const RootInfo& root, uint32_t ranks, uint32_t rank, const std::string& name, int32_t exec_timeout,
+           uint32_t buffer_size)
     : peer_locks(size_t{ranks} * 2), rank_(rank), segment_(root, ranks), name_(name) {
   if (name_.empty()) {
     char text[32];
@@ -95,6 +115,7 @@ Comm::Comm(const RootInfo& root, uint32_t ranks, uint32_t rank, const std::strin
   }
   double connect_timeout = hccl_timeout("HCCL_CONNECT_TIMEOUT", 120);
   exec_timeout_ = exec_timeout > 0 ? exec_timeout : hccl_timeout("HCCL_EXEC_TIMEOUT", 1800);
+  buffer_bytes_ = buffer_size == HCCL_BUFFER_UNSET ? hccl_buffer_bytes() : uint64_t{buffer_size} << 20;
   claim_rank(ranks);
   SegmentHeader& header = segment_.header();
   header.joined.fetch_add(1);
@@ -132,6 +153,14 @@ void Comm::close() {
   closed_.store(true);
   segment_.header().barrier.ring();
   segment_.rank(rank_).p2p.ring();
+}
+
+void Comm::use(uint32_t op) {
+  auto fused = [](uint32_t o) { return o == kMoeCounts || o == kMoeDispatch || o == kMoeCombine; };
+  uint32_t before = kNoOp;
+  if (used_for_.compare_exchange_strong(before, op) || fused(before) == fused(op)) return;
+  vnpu_throw(HCCL_NOT_SUPPORT, "%s: the communicator has run %s before: dispatch and combine of experts want one of their own",
+             where(op).c_str(), hccl_op_name(before));
 }
 
 int Comm::failure() {

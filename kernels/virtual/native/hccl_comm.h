@@ -29,6 +29,9 @@ enum HcclOp : uint32_t {
   kSend,
   kRecv,
   kBatchSendRecv,
+  kMoeCounts,
+  kMoeDispatch,
+  kMoeCombine,
   kInit,
   kSubInit,
   kOps,
@@ -38,8 +41,10 @@ const char* hccl_op_name(uint32_t op);
 class Comm {
  public:
   // Joins and waits for all ranks, at most HCCL_CONNECT_TIMEOUT seconds. `name` may be empty: then one is
-  // made up, the same on all ranks. `exec_timeout` in seconds, or HCCL_CONFIG_UNSET for HCCL_EXEC_TIMEOUT.
-  Comm(const RootInfo& root, uint32_t ranks, uint32_t rank, const std::string& name, int32_t exec_timeout);
+  // made up, the same on all ranks. `exec_timeout` in seconds, or HCCL_CONFIG_UNSET for HCCL_EXEC_TIMEOUT;
+  // `buffer_size` in MB, or HCCL_BUFFER_UNSET for HCCL_BUFFSIZE.
+  Comm(const RootInfo& root, uint32_t ranks, uint32_t rank, const std::string& name, int32_t exec_timeout,
+       uint32_t buffer_size);
   ~Comm();
 
   uint32_t rank() const { return rank_; }
@@ -67,6 +72,11 @@ class Comm {
   void wait(uint32_t op, Bell& bell, double limit, const std::function<bool()>& ready,
             const std::function<bool(uint32_t)>& awaited);
   double exec_timeout() const { return exec_timeout_; }
+  // What the communicator's buffer would hold on a device; here only operators' limits follow from it.
+  uint64_t buffer_bytes() const { return buffer_bytes_; }
+  // Notes what the communicator is used for. The fused operators of experts want one of their own: throws when
+  // collectives have used it before, and the other way round.
+  void use(uint32_t op);
 
   // All ranks reach barrier number `barriers()` before anybody passes.
   void barrier(uint32_t op);
@@ -88,15 +98,21 @@ class Comm {
   Segment segment_;
   std::string name_;
   double exec_timeout_;
+  uint64_t buffer_bytes_;
+  std::atomic<uint32_t> used_for_{kNoOp};
   uint64_t barriers_ = 0;
   std::atomic<bool> closed_{false};
 };
 
 // Finds the communicator behind a handle, nullptr when there is none (any more).
 std::shared_ptr<Comm> hccl_comm(void* handle);
+// Finds it by its name, as operators do that are given the name of a group.
+std::shared_ptr<Comm> hccl_comm_named(const std::string& name);
 void* hccl_register(std::shared_ptr<Comm> comm);
 // Forgets the handle; false when there is none such.
 bool hccl_unregister(void* handle);
 
 // A limit in seconds from the environment; throws VnpuError for anything but a whole number.
 double hccl_timeout(const char* variable, double otherwise);
+// HCCL_BUFFSIZE in bytes; throws as hccl_timeout.
+uint64_t hccl_buffer_bytes();

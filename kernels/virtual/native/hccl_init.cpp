@@ -15,6 +15,7 @@ namespace {
 struct Config {
   std::string name;
   int32_t exec_timeout = HCCL_CONFIG_UNSET;
+  uint32_t buffer_size = HCCL_BUFFER_UNSET;
 };
 
 Config read_config(const void* given) {
@@ -23,6 +24,7 @@ Config read_config(const void* given) {
   const HcclConfigHead* head = static_cast<const HcclConfigHead*>(given);
   if (head->magic != HCCL_CONFIG_MAGIC)
     vnpu_throw(HCCL_PARA, "EI0003: HcclCommConfig was not initialised (magic word %08x)", head->magic);
+  if (head->size >= offsetof(HcclConfigHead, deterministic)) config.buffer_size = head->buffer_size;
   if (head->size >= offsetof(HcclConfigHead, udi))
     config.name.assign(head->name, strnlen(head->name, HCCL_NAME_SIZE));
   if (head->size >= sizeof(HcclConfigHead)) config.exec_timeout = head->exec_timeout;
@@ -33,7 +35,7 @@ int join(const RootInfo& root, uint32_t ranks, uint32_t rank, const Config& conf
   if (ranks == 0 || ranks > kMaxRanks)
     vnpu_throw(HCCL_PARA, "EI0003: a communicator has 1 to %u ranks, not %u", kMaxRanks, ranks);
   if (rank >= ranks) vnpu_throw(HCCL_PARA, "EI0003: rank %u does not exist among %u", rank, ranks);
-  *handle = hccl_register(std::make_shared<Comm>(root, ranks, rank, config.name, config.exec_timeout));
+  *handle = hccl_register(std::make_shared<Comm>(root, ranks, rank, config.name, config.exec_timeout, config.buffer_size));
   return HCCL_OK;
 }
 

@@ -44,6 +44,7 @@ constexpr size_t HCCL_ROOT_INFO_SIZE = 4108;
 constexpr size_t HCCL_NAME_SIZE = 128;
 constexpr uint32_t HCCL_CONFIG_MAGIC = 0xf0f0f0f0;
 constexpr int32_t HCCL_CONFIG_UNSET = -1;
+constexpr uint32_t HCCL_BUFFER_UNSET = 0xffffffff;
 // HcclGetCommConfigCapability answers the number of the first configuration field that is not understood.
 // 9: everything up to and including the execution time limit.
 constexpr uint32_t HCCL_CONFIG_FIELDS = 9;
