@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from .moe.communication import group as mc2_group
 from .overrides import apply_overrides
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ logger = init_logger(__name__)
 
 def _leave_groups() -> None:
     """Destroy vLLM's process groups in this process, then torch's; nothing is left for a second call."""
+    mc2_group.forget()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
 
@@ -64,6 +66,7 @@ class NPUWorker(Worker):
         # Leaving first, which is what registering last means, keeps both in order.
         atexit.register(_leave_groups)
         self._tell_groups_the_device()
+        mc2_group.open_group(self.vllm_config)
         set_random_seed(self.model_config.seed)
         gc.collect()
         torch.npu.empty_cache()

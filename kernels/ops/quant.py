@@ -98,6 +98,27 @@ def quant_feed_forward(
     :returns: [r, hidden], undefined beyond the sum of ``counts``.
     """
     quantized, row_scale = dynamic_quantize(rows)
-    both = grouped_quant_matmul(quantized, row_scale, gate_up, gate_up_scale, counts, rows.dtype)
+    return int8_feed_forward(
+        quantized, row_scale, gate_up, gate_up_scale, down, down_scale, counts, rows.dtype
+    )
+
+
+def int8_feed_forward(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """:func:`quant_feed_forward` for rows that are quantized already.
+
+    :param rows: int8 [r, hidden], sorted by expert; ``row_scale`` fp32 [r].
+    :param dtype: of the result, bf16 or fp16.
+    :returns: [r, hidden], undefined beyond the sum of ``counts``.
+    """
+    both = grouped_quant_matmul(rows, row_scale, gate_up, gate_up_scale, counts, dtype)
     quantized, row_scale = dynamic_quantize(torch_npu.npu_swiglu(both))
-    return grouped_quant_matmul(quantized, row_scale, down, down_scale, counts, rows.dtype)
+    return grouped_quant_matmul(quantized, row_scale, down, down_scale, counts, dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 FeedForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows [r, hidden] sorted by expert, rows per expert int64 [local experts]) → [r, hidden]."""
+Int8FeedForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+"""(rows int8 [r, hidden], their scales fp32 [r], rows per expert, dtype of the result) → [r, hidden]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class LocalExperts:
     first: int
     last: int
     feed_forward: FeedForward
+    int8_feed_forward: Int8FeedForward | None = None
+    """For rows that arrive quantized; None where weights are not int8."""
 
     def apply(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """These experts' share of the layer's output [T, hidden] for x [T, hidden].
@@ -75,11 +80,25 @@ def local_experts(layer: "RoutedExperts") -> LocalExperts:
         first=first,
         last=first + moe.num_local_experts,
         feed_forward=lambda rows, counts: method.feed_forward(layer, rows, counts),
+        int8_feed_forward=partial(method.int8_feed_forward, layer) if method.takes_int8_rows else None,
     )
 
 
 class AppliesLocalExperts:
     """What vLLM's methods of experts have in common here; the products are those of ``feed_forward``."""
+
+    takes_int8_rows = False
+
+    def int8_feed_forward(
+        self,
+        layer: "RoutedExperts",
+        rows: torch.Tensor,
+        row_scales: torch.Tensor,
+        counts: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """As :meth:`feed_forward` for int8 ``rows`` with scales fp32 [r]; only where ``takes_int8_rows``."""
+        raise NotImplementedError
 
     def feed_forward(self, layer: "RoutedExperts", rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The experts' SwiGLU for ``rows`` [r, hidden] sorted by expert, ``counts`` int64 [local experts]."""

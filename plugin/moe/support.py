@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .communication.preference import preferred_way
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
@@ -9,6 +11,7 @@ if TYPE_CHECKING:
 def check_experts(config: "VllmConfig") -> None:
     """:raises ValueError: an expert-parallel setting that is not supported or does not divide the model."""
     parallel, model = config.parallel_config, config.model_config
+    preferred_way(config)
     # Experts of a model that has none, and balancing them, are refused by vLLM before it asks the platform.
     if model is None or not model.is_moe:
         return

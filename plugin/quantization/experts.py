@@ -33,6 +33,8 @@ def register(layer: torch.nn.Module, name: str, data: torch.Tensor, attributes: 
 class NPUW8A8ExpertsMethod(NPUExpertsMethod):
     """int8 weights with a scale for each output channel; activations are quantized for each row."""
 
+    takes_int8_rows = True
+
     def __init__(self, moe: FusedMoEConfig, *, with_offsets: bool) -> None:
         """:param with_offsets: the checkpoint names offsets beside the scales; they must be zero."""
         super().__init__(moe)
@@ -82,6 +84,18 @@ class NPUW8A8ExpertsMethod(NPUExpertsMethod):
         return ops.quant_feed_forward(
             rows, layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale, counts
         )
+
+    def int8_feed_forward(
+        self,
+        layer: "RoutedExperts",
+        rows: torch.Tensor,
+        row_scales: torch.Tensor,
+        counts: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """As :meth:`AppliesLocalExperts.int8_feed_forward`."""
+        weights = (layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale)
+        return ops.int8_feed_forward(rows, row_scales, *weights, counts, dtype)
 
 
 def check_offset(layer_name: str, offset: torch.Tensor) -> None:

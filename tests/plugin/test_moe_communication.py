@@ -60,11 +60,20 @@ def run_rank(rank: int, port: int, results: Any) -> None:
     from vllm.forward_context import DPMetadata
 
     from npufleet.kernels.ops import moe as ops
+    from npufleet.kernels.ops import moe_distribute as distribute
+    from npufleet.plugin.moe.communication import group
     from npufleet.plugin.moe.communication.all_gather import AllGather
     from npufleet.plugin.moe.communication.all_to_all import AllToAll
+    from npufleet.plugin.moe.communication.mc2 import MC2
     from npufleet.plugin.moe.experts import LocalExperts
 
     join(rank, port)
+    process_group = torch.distributed.new_group([0, 1], backend="hccl")
+    spread = group.distribution("Ascend910B3", RANKS, EXPERTS, TOP_K, HIDDEN)
+    assert spread is not None
+    experts_group = distribute.ExpertGroup(
+        name=distribute.communicator_name(process_group), rank=rank, layout=spread
+    )
     share = EXPERTS // RANKS
     gate_up, down = (part[rank * share : (rank + 1) * share].contiguous().npu() for part in parameters())
     local = LocalExperts(
@@ -88,17 +97,29 @@ def run_rank(rank: int, port: int, results: Any) -> None:
         out, whole = AllGather(config(False)).run(*given, local, None)
         assert not whole
         errors[f"all-gather {tokens}"] = error(tensor_model_parallel_all_reduce(out), layer(*case))
-        out, whole = AllToAll(config(False)).run(*given, local, None)
-        assert whole
-        errors[f"all-to-all {tokens}"] = error(out, layer(*case))
+        for name, way in (
+            ("all-to-all", AllToAll(config(False))),
+            ("mc2", MC2(config(False), experts_group)),
+        ):
+            out, whole = way.run(*given, local, None)
+            assert whole
+            errors[f"{name} {tokens}"] = error(out, layer(*case))
     case = make(5, seed=50 + rank)  # a rank's own tokens, all for the experts of rank 1
-    case = (case[0], case[1], case[2] % share + share)
+    case = (
+        case[0],
+        case[1],
+        torch.stack([share + (torch.arange(5) + i) % share for i in range(TOP_K)], 1).int(),
+    )
     given = [part.npu() for part in case]
     step = DPMetadata(torch.tensor([5 * RANKS]))
-    for way in (AllGather, AllToAll):
-        out, whole = way(config(True)).run(*given, local, step)
+    for way in (
+        AllGather(config(True)),
+        AllToAll(config(True)),
+        MC2(config(True), experts_group),
+    ):
+        out, whole = way.run(*given, local, step)
         assert whole
-        errors[f"spread {way.__name__}"] = error(out, layer(*case))
+        errors[f"spread {type(way).__name__}"] = error(out, layer(*case))
     results.put((rank, errors))
 
 
@@ -121,5 +142,5 @@ def test_two_ranks_agree_with_the_definition() -> None:
             process.join(10)
             process.kill()
     for errors in found.values():
-        assert len(errors) == 8
+        assert len(errors) == 12
         assert max(errors.values()) < 1e-5, errors

@@ -4,17 +4,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from vllm.distributed import get_ep_group, get_tp_group
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from npufleet.kernels.ops import moe as ops
 
-from .all_gather import pad_rows
-from .base import Communication
+from .divided import Divided
 
 if TYPE_CHECKING:
-    from vllm.forward_context import DPMetadata
-
     from ..experts import LocalExperts
 
 
@@ -28,41 +25,25 @@ def exchange(x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tens
     return out
 
 
-class AllToAll(Communication):
+class AllToAll(Divided):
     """All-to-all before the experts and behind them, with sizes that the host reads from the device first.
 
-    For steps that are not captured. Tokens that tensor-parallel ranks share are divided among them first, and
-    gathered at the end.
+    For steps that are not captured.
     """
 
     def __init__(self, config: FusedMoEConfig) -> None:
+        super().__init__(config)
         self._ranks = config.moe_parallel_config.ep_size
-        # Ranks of one replica that hold the same tokens; sequence parallelism has divided them already.
-        self._sharing = 1 if config.is_sequence_parallel else get_tp_group().world_size
 
-    def run(
+    def _own(
         self,
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
         local: "LocalExperts",
-        step: "DPMetadata | None",
-    ) -> tuple[torch.Tensor, bool]:
-        """As :meth:`Communication.run`; the output is whole."""
-        if self._sharing == 1:
-            return self._own(x, weights, experts, local), True
-        group, tokens = get_tp_group(), x.shape[0]
-        share = -(-tokens // self._sharing)
-        # The last rank's padding goes to expert 0 with weight 0: fewer rows than there are ranks.
-        mine = slice(group.rank_in_group * share, (group.rank_in_group + 1) * share)
-        x, weights, experts = (pad_rows(part, share * self._sharing)[mine] for part in (x, weights, experts))
-        out = self._own(x, weights, experts, local)
-        return group.all_gather(out, dim=0)[:tokens], True
-
-    def _own(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, local: "LocalExperts"
+        largest: int,
     ) -> torch.Tensor:
-        """The layer for tokens that no other rank has."""
+        """As :meth:`Divided._own`."""
         here = local.last - local.first
         routed = ops.expand(x, experts, local.total, 0, local.total)
         theirs = torch.empty_like(routed.counts)

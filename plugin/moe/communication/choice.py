@@ -9,6 +9,7 @@ class Way(Enum):
 
     ALL_GATHER = "all-gather"
     ALL_TO_ALL = "all-to-all"
+    MC2 = "mc2"
 
 
 class Chip(Enum):
@@ -47,17 +48,48 @@ class Layout:
     """Ranks that the experts are spread over; 1 without expert parallelism."""
     top_k: int
     capacity: int
-    """Tokens of a rank up to which a step counts as small: those that are captured as graphs, at least."""
+    """Tokens of a replica up to which a step counts as small: those that are captured as graphs, at least."""
+    sharing: int = 1
+    """Ranks that divide the tokens of a replica."""
+    gathers: bool = False
+    """Whether they gather the results of those that are sent to experts."""
+    mc2_tokens: int = 0
+    """Tokens of a rank that MC2 takes: what its operators, their buffer and the memory for their rows allow."""
+    preferred: Way | None = None
+    """What the user asked for: wherever it can be taken."""
+
+
+SMALLEST_A2 = 16  # ranks: inside a node of eight NPUs of A2, all-gather is as fast and asks for no buffer
+
+
+def worth_sending(chip: str, ranks: int, top_k: int, *, gathers: bool) -> bool:
+    """Whether MC2 moves less than all-gather (or as much).
+
+    Of a token that ranks share, all-gather moves no row before the experts and sums behind them, where sent rows are
+    gathered: 2 rows for each but one rank, against 2 k / n + 1. Of others both ways move as :func:`choose` says.
+    """
+    less = 2 * top_k <= ranks if gathers else top_k < ranks
+    return less and (chip != Chip.A2.value or ranks >= SMALLEST_A2)
 
 
 def choose(layout: Layout, tokens: int) -> Way:
-    """The way of a step whose largest rank has ``tokens`` tokens.
+    """The way of a step whose largest replica has ``tokens`` tokens.
 
-    With n ranks, all-gather and reduce-scatter move 2 (n − 1) rows for each token of a rank; all-to-all moves at most
-    2 k (n − 1) / n, which is less where a token goes to fewer experts than there are ranks. It has to read the sizes
-    on the host, so small steps, which wait for the host and may be captured, stay with all-gather. So do nodes of A2:
-    all-to-all is slow on the RoCE between them.
+    With n ranks, all-gather and reduce-scatter move 2 (n − 1) rows for each token of a rank; all-to-all and MC2 move
+    at most 2 k (n − 1) / n, which is less where a token goes to fewer experts than there are ranks. MC2 reads nothing
+    on the host, but has room for few tokens. All-to-all reads the sizes, so small steps, which wait for the host and
+    may be captured, go by all-gather where MC2 does not take them. So do nodes of A2: all-to-all is slow on the RoCE
+    between them.
     """
-    if layout.ep_size == 1 or tokens <= layout.capacity or layout.chip is Chip.A2:
+    if layout.ep_size == 1 or layout.preferred is Way.ALL_GATHER:
+        return Way.ALL_GATHER
+    share = -(-tokens // layout.sharing)
+    if share <= layout.mc2_tokens and layout.preferred in (None, Way.MC2):
+        return Way.MC2
+    if tokens <= layout.capacity:
+        return Way.ALL_GATHER
+    if layout.preferred is Way.ALL_TO_ALL:
+        return Way.ALL_TO_ALL
+    if layout.chip is Chip.A2:
         return Way.ALL_GATHER
     return Way.ALL_TO_ALL if layout.top_k < layout.ep_size else Way.ALL_GATHER
