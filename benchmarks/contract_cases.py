@@ -36,7 +36,12 @@ LAYOUTS: dict[str, dict[str, list[tuple[int, int, bool]]]] = {
     "kimi-k2": {"A2": [(16, 4, True)], "A3": [(16, 2, True), (16, 4, True), (4, 16, True)]},
 }
 """Model → chip → (tensor parallel, data parallel, expert parallel): layouts in use on nodes of 8 (A2) and 16 (A3)."""
-GROUPS = {"tp": "tensor parallel", "dp": "data parallel", "ep": "expert parallel"}
+GROUPS = {
+    "tp": "tensor parallel",
+    "dp": "data parallel",
+    "ep": "expert parallel",
+    "mc2": "dispatch and combine",
+}
 TOLERANCE = 0.01
 """By how much a step may take more memory than the ledger says: small tensors that it does not count."""
 

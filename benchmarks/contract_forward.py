@@ -36,6 +36,8 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from npufleet.kernels.ops.attention import causal_mask, no_lse
+from npufleet.kernels.reference import communicator
+from npufleet.plugin.moe.communication import group as mc2_group
 
 NPU = torch.device("npu:0")
 BLOCK = 128
@@ -57,6 +59,20 @@ class Case:
     tokens: int
     requests: int
     max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeEnd:
+    """A communicator whose operators are looked at as far as shapes go: nothing is ever moved."""
+
+    rank: int
+    ranks: int
+    buffer_bytes: int
+    chip: str
+
+    def exchange(self, step: Any, pieces: Any, sizes: Any) -> Any:
+        """Not reached: an operator reads its data first, and FakeTensors have none."""
+        raise AssertionError("FakeTensors were moved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +154,15 @@ def _groups(case: Case, config: VllmConfig) -> Iterator[None]:
         return new_group(ranks, backend="fake", **rest)
 
     torch.npu.set_device(NPU)
+    chip = torch.npu.get_device_name()
+    buffer_bytes = mc2_group.hccl_buffer_bytes()
+
+    def end(name: str) -> FakeEnd:
+        return FakeEnd(rank=0, ranks=world, buffer_bytes=buffer_bytes, chip=chip)
+
+    before = communicator.provide(end)
+    if mc2_group.wanted(config, chip):
+        mc2_group.remember(mc2_group.Opened(name="mc2", rank=0, ranks=world, buffer_bytes=buffer_bytes))
     with (
         set_current_vllm_config(config),
         patch.object(dist, "new_group", fake_group),
@@ -150,6 +175,8 @@ def _groups(case: Case, config: VllmConfig) -> Iterator[None]:
     try:
         yield
     finally:
+        communicator.provide(before)
+        mc2_group.forget()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         rotary_embedding._ROPE_DICT.clear()  # modules of FakeTensors, which the next model must not find

@@ -24,6 +24,7 @@ from npufleet.kernels.reference import KERNELS
 NAMESPACES = ("npu", "atb")
 RETURN_CACHES = ("npu::npu_kv_rmsnorm_rope_cache",)
 """They return the caches that they write into; their Meta kernels return new ones, which no device makes."""
+FUSED = "npu::npu_moe_distribute_"
 READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -69,6 +70,8 @@ class Watch(TorchDispatchMode):
     def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.name()
         self.calls[name] += 1
+        if name.startswith(FUSED):
+            self.groups.add("mc2")
         result = self._meta(func, name, args, kwargs)
         key = str(tree_map(_describe, (args, kwargs)))
         if key not in self.shapes[name]:

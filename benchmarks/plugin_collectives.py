@@ -17,6 +17,11 @@ from . import forks
 DEADLINE = 300.0
 RANKS, BATCH, PROMPT = 2, 8, 64
 SPREAD = {"enable_expert_parallel": True}
+MC2 = SPREAD | {"additional_config": {"moe_communication": "mc2"}}
+AGREEMENT, MARKS, WEIGHT, SCALE = 8 * 8, 12, 4, 4
+"""Bytes of a dispatch: what ranks tell each other of their call beside the counts; what travels with a row beside it:
+where it comes from, its weight (on A2), its scale if it is int8.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +42,28 @@ def expected(way: str, at: Sizes) -> dict[str, int]:
     all-to-all all but the rank's own part.
     """
     rows = RANKS * at.tokens * at.row
+    if way.endswith("MC2") or way.endswith("int8"):
+        return _fused(way, at)
     if way in ("TP2", "EP2"):  # behind the attention and behind the experts or the dense block
         return {"HcclAllReduce": 2 * rows}
     if way == "DP2, all-gather":
         return {"HcclAllGather": rows + RANKS * at.tokens * 8 * at.choices, "HcclReduceScatter": RANKS * rows}
     counts = RANKS * 8 * at.experts
     return {"HcclAlltoAll": counts, "HcclAlltoAllV": 2 * at.choices * rows}
+
+
+def _fused(way: str, at: Sizes) -> dict[str, int]:
+    """As :func:`expected` for MC2. Ranks that share tokens divide them, and gather the results."""
+    divided = way.startswith("EP2")
+    rows = (1 if divided else RANKS) * at.tokens * at.choices
+    sent = at.row // 2 + SCALE if way.endswith("int8") else at.row
+    found = {
+        "MoeDistributeDispatch counts": RANKS * (RANKS * AGREEMENT + 8 * at.experts),
+        "MoeDistributeDispatch": rows * (sent + MARKS + WEIGHT),
+        "MoeDistributeCombine": rows * at.row,
+    }
+    around = {"HcclAllReduce": RANKS * at.tokens * at.row, "HcclAllGather": at.tokens * at.row}
+    return found | (around if divided else {})
 
 
 def shared(path: Path, settings: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -56,7 +77,9 @@ def shared(path: Path, settings: dict[str, Any]) -> Iterator[list[dict[str, Any]
         yield plugin_counts.decode(llm, BATCH, 4)[0]
 
 
-def replica(rank: int, port: int, path: Path, prefill: bool) -> Iterator[dict[str, Any]]:
+def replica(
+    rank: int, port: int, path: Path, prefill: bool, settings: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """One of two replicas: a decode step, or the prefill of one prompt."""
     os.environ.update(
         VLLM_DP_RANK=str(rank),
@@ -71,7 +94,7 @@ def replica(rank: int, port: int, path: Path, prefill: bool) -> Iterator[dict[st
 
     from . import plugin_counts
 
-    with engine(path, dtype="bfloat16", **SPREAD) as llm:
+    with engine(path, dtype="bfloat16", **settings) as llm:
         llm.collective_rpc(plugin_counts.watch)
         if prefill:
             greedy(llm, prompts(VOCAB, lengths=(5,)), 2)
@@ -82,13 +105,15 @@ def replica(rank: int, port: int, path: Path, prefill: bool) -> Iterator[dict[st
             yield plugin_counts.decode(llm, BATCH, 4)[0][0]
 
 
-def _replicas(path: Path, folder: Path, prefill: bool) -> list[dict[str, Any]]:
+def _replicas(path: Path, folder: Path, prefill: bool = False, **settings: Any) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
     def one(rank: int) -> dict[str, Any]:
-        (found,) = forks.answers(partial(replica, rank, port, path, prefill), folder / f"log{rank}", DEADLINE)
+        (found,) = forks.answers(
+            partial(replica, rank, port, path, prefill, SPREAD | settings), folder / f"log{rank}", DEADLINE
+        )
         return found
 
     with ThreadPoolExecutor(RANKS) as pool:
@@ -98,6 +123,7 @@ def _replicas(path: Path, folder: Path, prefill: bool) -> list[dict[str, Any]]:
 def table(folder: Path) -> tuple[list[str], bool]:
     """The table, with what was counted and what the formula says, and whether they are equal."""
     from tests.parity.checkpoints import BY_NAME, write
+    from tests.parity.quantized import write_w8a8_dynamic
 
     def path(name: str) -> Path:
         return write(BY_NAME[name], folder)
@@ -109,7 +135,12 @@ def table(folder: Path) -> tuple[list[str], bool]:
     runs = {
         ("TP2", "llama-tp"): lambda: engines("llama-tp"),
         ("EP2", "qwen3-moe"): lambda: engines("qwen3-moe", **SPREAD),
-        ("DP2, all-gather", "qwen3-moe"): lambda: _replicas(path("qwen3-moe"), folder, False),
+        ("DP2, all-gather", "qwen3-moe"): lambda: _replicas(path("qwen3-moe"), folder),
+        ("EP2, MC2", "qwen3-moe"): lambda: engines("qwen3-moe", **MC2),
+        ("DP2, MC2", "qwen3-moe"): lambda: _replicas(path("qwen3-moe"), folder, **MC2),
+        ("DP2, MC2, int8", "qwen3-moe"): lambda: _replicas(
+            write_w8a8_dynamic(path("qwen3-moe")).path, folder, **MC2
+        ),
         ("DP2, all-to-all", "mixtral-top-1"): lambda: _replicas(path("mixtral-top-1"), folder, True),
     }
     lines = [

@@ -23,6 +23,11 @@ HCCL_BUFFERS = 2
 """Buffers of HCCL_BUFFSIZE that each communicator takes on every NPU, one to send and one to receive (CANN
 documentation of HCCL_BUFFSIZE).
 """
+MC2_TOP_K, MC2_EXPERTS = 16, 1024
+MC2_NODES, MC2_MESH = (16, 32, 64), (128, 256)
+"""Ranks on A2 over which fused dispatch and combine go by nodes, or straight (torch_npu's documentation)."""
+MARKS = 512
+"""Bytes that they return beside each row."""
 LARGEST_GRAPH = 512
 """vLLM's largest default capture size (``VllmConfig._set_cudagraph_sizes``)."""
 
@@ -99,7 +104,7 @@ def ledger(shape: ModelShape, layout: Layout, limits: Limits | None = None) -> L
     limits = limits or Limits()
     parts = tuple(weights(shape, layout))
     all_to_all = moves_rows(shape, layout, limits.chip, limits.max_num_batched_tokens, small_step(limits))
-    groups = hccl_groups(shape, layout, all_to_all=all_to_all)
+    groups = hccl_groups(shape, layout, all_to_all=all_to_all, mc2=opens_mc2(shape, layout, limits.chip))
     step = Step(
         tokens=limits.max_num_batched_tokens,
         rows=limits.max_num_seqs,
@@ -146,18 +151,38 @@ def moves_rows(shape: ModelShape, layout: Layout, chip: str, tokens: int, small:
     return tokens > small and experts.top_k < layout.expert_ranks
 
 
-def hccl_groups(shape: ModelShape, layout: Layout, *, all_to_all: bool) -> tuple[str, ...]:
+def opens_mc2(shape: ModelShape, layout: Layout, chip: str) -> bool:
+    """Whether small steps may go through fused dispatch and combine, which have a group of their own
+    (``docs/experts.md``): the operators take the layer, and rows move less than by all-gather.
+    """
+    experts, ranks = shape.experts, layout.expert_ranks
+    if experts is None or ranks == 1 or DTYPES[shape.dtype] != 2:
+        return False
+    gathers = layout.tensor > 1 and layout.data == 1
+    less = 2 * experts.top_k <= ranks if gathers else experts.top_k < ranks
+    if not less or experts.top_k > MC2_TOP_K or experts.count > MC2_EXPERTS:
+        return False
+    if chip == "A2":
+        hierarchy = ranks in MC2_NODES and shape.hidden <= 10240
+        mesh = ranks in MC2_MESH and shape.hidden <= 7168 and experts.count // ranks <= 24
+        return shape.hidden % 32 == 0 and (hierarchy or mesh)
+    return ranks <= 768 and 1024 <= shape.hidden <= 8192
+
+
+def hccl_groups(shape: ModelShape, layout: Layout, *, all_to_all: bool, mc2: bool) -> tuple[str, ...]:
     """The groups of more than one rank whose collectives the plugin calls; HCCL opens a communicator at the first.
 
     Tensor parallel: the sums of attention and feed-forward layers. Between the replicas of a model with experts:
     the data-parallel group, or the expert-parallel one where tokens are spread over tensor-parallel ranks too, or
-    where rows go to their experts by all-to-all.
+    where rows go to their experts by all-to-all. Fused dispatch and combine have one that nothing else uses.
     """
     names = ["tensor parallel"] if layout.tensor > 1 else []
     if shape.experts and layout.data > 1 and not spreads_tokens(shape, layout):
         names.append("data parallel")
     if spreads_tokens(shape, layout) or all_to_all:
         names.append("expert parallel")
+    if mc2:
+        names.append("dispatch and combine")
     return tuple(names)
 
 
@@ -181,8 +206,15 @@ def capture_sizes(limits: Limits) -> list[int]:
 
 def graph_pool(shape: ModelShape, layout: Layout, limits: Limits) -> int:
     """Bytes of the pool that all graphs share: the activations of the largest decode step, without logits,
-    which are computed outside; and the output [size, hidden] of each captured size up to the largest batch.
+    which are computed outside; and the output [size, hidden] of each captured size up to the largest batch. Steps
+    that go through fused dispatch and combine hold no more rows than those of all-gather, and their marks.
     """
     sizes = [size for size in capture_sizes(limits) if size <= limits.max_num_seqs]
     outputs = sum(sizes) * shape.hidden * DTYPES[shape.dtype]
-    return activations(shape, layout, Step(tokens=sizes[-1], rows=0, all_to_all=False, context=0)) + outputs
+    marks = 0
+    if shape.experts and opens_mc2(shape, layout, limits.chip):
+        local = shape.experts.count // layout.expert_ranks
+        rows = -(-sizes[-1] // layout.tensor) * layout.expert_ranks * min(local, shape.experts.top_k)
+        marks = rows * MARKS
+    step = Step(tokens=sizes[-1], rows=0, all_to_all=False, context=0)
+    return activations(shape, layout, step) + outputs + marks

@@ -187,6 +187,36 @@ def test_hccl_buffers_of_each_group(kind: str, layout: Layout, chip: str, groups
     assert found.hccl == len(groups) * 2 * 100 * (1 << 20)
 
 
+@pytest.mark.parametrize(
+    ("layout", "chip", "hidden", "opened"),
+    [
+        (Layout(tensor=2, data=4, expert_parallel=True), "A3", 1024, True),
+        (
+            Layout(tensor=2, data=4, expert_parallel=True),
+            "A3",
+            512,
+            False,
+        ),  # the operators take 1024 and more
+        (
+            Layout(tensor=8, expert_parallel=True),
+            "A3",
+            1024,
+            True,
+        ),  # twice the choices are not more than the ranks
+        (Layout(tensor=4, expert_parallel=True), "A3", 1024, False),
+        (Layout(tensor=2, data=8, expert_parallel=True), "A2", 128, True),
+        (Layout(tensor=2, data=4, expert_parallel=True), "A2", 128, False),  # inside a node
+        (Layout(tensor=2, data=8), "A2", 128, False),
+    ],
+)
+def test_the_group_of_dispatch_and_combine(layout: Layout, chip: str, hidden: int, opened: bool) -> None:
+    shape = from_config(config("deepseek_v3") | {"hidden_size": hidden, "head_dim": 16})
+    found = ledger(shape, layout, Limits(chip=chip, hccl_buffsize=100))
+    assert ("dispatch and combine" in found.groups) == opened
+    assert found.hccl == len(found.groups) * 2 * 100 * (1 << 20)
+    assert found.graphs >= ledger(shape, layout, Limits(chip=chip, max_num_seqs=8)).graphs
+
+
 def test_capture_sizes_are_vllms() -> None:
     assert capture_sizes(Limits(max_num_seqs=16)) == [1, 2, 4, 8, 16, 24, 32]
     assert capture_sizes(Limits())[-1] == 512

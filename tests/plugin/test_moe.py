@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedT
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter, grouped_topk
 
 from npufleet.plugin.moe.communication.all_gather import drop_padding, pad_rows, restore_padding
-from npufleet.plugin.moe.communication.choice import Chip, Layout, Way, chip_of, choose
+from npufleet.plugin.moe.communication.by_size import mc2_tokens, why_not_mc2
+from npufleet.plugin.moe.communication.choice import Chip, Layout, Way, chip_of, choose, worth_sending
+from npufleet.plugin.moe.communication.group import distribution
+from npufleet.plugin.moe.communication.preference import preferred_way
 from npufleet.plugin.moe.router import NPURouter, npu_router
 
 Checkpoint = Callable[..., Path]
@@ -180,6 +184,81 @@ def layout(**changes: Any) -> Layout:
 )
 def test_the_way_of_a_step(changes: dict[str, Any], tokens: int, way: Way) -> None:
     assert choose(layout(**changes), tokens) is way
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "way"),
+    [
+        ({}, 64, Way.MC2),  # 4 tokens of each of 16 ranks
+        ({}, 65, Way.ALL_TO_ALL),
+        ({"mc2_tokens": 8}, 100, Way.MC2),
+        ({"sharing": 1}, 5, Way.ALL_GATHER),
+        ({"chip": Chip.A2}, 64, Way.MC2),
+        ({"chip": Chip.A2}, 65, Way.ALL_GATHER),
+        ({"ep_size": 1}, 1, Way.ALL_GATHER),
+        ({"preferred": Way.ALL_GATHER}, 4096, Way.ALL_GATHER),
+        ({"preferred": Way.MC2, "ep_size": 2}, 64, Way.MC2),
+        ({"preferred": Way.MC2, "ep_size": 2}, 65, Way.ALL_GATHER),
+        ({"preferred": Way.ALL_TO_ALL}, 64, Way.ALL_GATHER),
+        ({"preferred": Way.ALL_TO_ALL, "ep_size": 2, "chip": Chip.A2}, 65, Way.ALL_TO_ALL),
+    ],
+)
+def test_where_mc2_has_room(changes: dict[str, Any], tokens: int, way: Way) -> None:
+    assert choose(layout(**{"mc2_tokens": 4, "sharing": 16, **changes}), tokens) is way
+
+
+@pytest.mark.parametrize(
+    ("chip", "ranks", "top_k", "gathers", "worth"),
+    [
+        ("A3", 16, 8, False, True),
+        ("A3", 8, 8, False, False),
+        ("A3", 16, 8, True, True),
+        ("A3", 15, 8, True, False),
+        ("A2", 8, 2, False, False),
+        ("A2", 16, 8, False, True),
+    ],
+)
+def test_when_sent_rows_are_fewer(chip: str, ranks: int, top_k: int, gathers: bool, worth: bool) -> None:
+    assert worth_sending(chip, ranks, top_k, gathers=gathers) is worth
+
+
+def test_the_memory_of_the_largest_step_bounds_mc2() -> None:
+    """DeepSeek V3 on 32 dies: 8 experts on each, so a rank may receive every row of all tokens."""
+    layer = distribution("Ascend910_9391", 32, 256, 8, 7168)
+    assert layer is not None and layer.algorithm == "fullmesh_v1"
+    assert layer.most_tokens(200 << 20) == 26
+    assert mc2_tokens(layer, 200 << 20, 1024 * 8) == 26
+    assert mc2_tokens(layer, 200 << 20, 256 * 8) == 8
+    names = {16: "hierarchy", 64: "hierarchy", 8: "fullmesh", 128: "fullmesh"}
+    for ranks, algorithm in names.items():
+        made = distribution("Ascend910B3", ranks, 256, 8, 7168)
+        assert made is not None and made.algorithm == algorithm
+    assert distribution("Ascend950PR", 16, 256, 8, 7168) is None
+
+
+def test_a_way_by_name() -> None:
+    def asked(given: dict[str, Any]) -> Way | None:
+        return preferred_way(SimpleNamespace(additional_config=given))  # type: ignore[arg-type]
+
+    assert asked({}) is None and asked({"moe_communication": "auto"}) is None
+    assert asked({"moe_communication": "mc2"}) is Way.MC2
+    with pytest.raises(ValueError, match=r"no 'moe_comunication'; there is 'moe_communication'"):
+        asked({"moe_comunication": "mc2"})
+    with pytest.raises(ValueError, match=r"'ring'; allowed are 'auto', 'all-gather', 'all-to-all', 'mc2'"):
+        asked({"moe_communication": "ring"})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "hidden", "message"),
+    [
+        (2, 50, 64, "25 experts on a rank"),
+        (2, 4, 40, "hidden size 40"),
+        (2, 4, 64, "HCCL_BUFFSIZE of 5 at least, and max_num_batched_tokens of 2"),
+    ],
+)
+def test_why_mc2_is_not_possible(ranks: int, experts: int, hidden: int, message: str) -> None:
+    layer = distribution("Ascend910B3", ranks, experts, 2, hidden)
+    assert message in why_not_mc2(layout(chip=Chip.A2, ep_size=ranks, top_k=2), layer)
 
 
 def test_chips_by_name() -> None:
