@@ -45,6 +45,12 @@ WAYS = (
     Way(name="direct gRPC", speaks="grpc"),
     Way(name="npufleet router", speaks="grpc", command=_ROUTER, each="--engine {grpc}"),
     Way(
+        name="npufleet router behind Envoy",
+        speaks="grpc",
+        command=f"{_ROUTER} --front envoy",
+        each="--engine {grpc}",
+    ),
+    Way(
         name="npufleet router, grpcio transport",
         speaks="grpc",
         command=f"{_ROUTER} --transport grpcio",

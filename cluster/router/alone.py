@@ -23,6 +23,7 @@ from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, known_transports
 
+LOOPBACK = "127.0.0.1"
 EPILOG = """\
 examples:
   npufleet route --engine grpc://10.0.0.1:50051 --engine grpc://10.0.0.2:50051
@@ -55,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=known_transports(),
         help="gRPC client towards engines (default %(default)s)",
     )
+    parser.add_argument(
+        "--front",
+        default="grpcio",
+        choices=("grpcio", "envoy"),
+        help="what clients connect to: our own gRPC server, or Envoy with our picker (default %(default)s)",
+    )
+    parser.add_argument("--envoy-workers", type=int, default=1, metavar="N", help="threads of Envoy")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
     parser.add_argument(
         "--grace", type=float, default=30.0, help="seconds for running calls to end on SIGTERM"
@@ -136,21 +144,33 @@ async def serve(args: argparse.Namespace) -> None:
     )
     registry = CollectorRegistry()
     stop = stop_asked()
+    enveloped = args.front == "envoy"
+    keys = Keys(read_key_file(args.api_keys, "--api-keys"))
     handle = await serve_router(
         source_of(args, tls),
-        host=args.host,
-        port=args.port,
+        host=LOOPBACK if enveloped else args.host,
+        port=0 if enveloped else args.port,
         policy=args.policy,
         registry=registry,
         settings=RouterSettings(transport=args.transport, tls=tls, admission=admission),
         reuse_port=args.reuse_port,
-        keys=Keys(read_key_file(args.api_keys, "--api-keys")),
-        tls=own,
+        keys=keys,
+        tls=None if enveloped else own,
     )
     if args.metrics_port is not None:
         start_http_server(args.metrics_port, addr=args.host, registry=registry)
-    print(f"router listens on {handle.address}", flush=True)
-    await stop.wait()
+    if enveloped:
+        from npufleet.cluster.envoy.start import serve_envoy
+
+        front = await serve_envoy(
+            handle, host=args.host, port=args.port, keys=keys, tls=own, workers=args.envoy_workers
+        )
+        print(f"router listens on {front.address}", flush=True)
+        await stop.wait()
+        await front.envoy.close(args.grace)
+    else:
+        print(f"router listens on {handle.address}", flush=True)
+        await stop.wait()
     await handle.close(args.grace)
 
 
