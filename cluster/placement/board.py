@@ -15,7 +15,7 @@ from .plan import Bundle, Placed, Request, Role
 from .room import broken, groups, room, widest
 
 Kind = tuple[int, int]
-"""The class of a node: a number for its shape, and its free NPUs as a mask."""
+"""The class of a node: a number for its shape and its sick NPUs, and its free NPUs as a mask."""
 
 
 class Board:
@@ -30,15 +30,16 @@ class Board:
         self.crowd: Counter[tuple[str, Role, str]] = Counter()  # engines by model, role and failure domain
         self.homes: dict[tuple[str, Role], Counter[str]] = defaultdict(Counter)  # and by fabric
         self.by_chip: dict[str, dict[str, list[Node]]] = {}  # nodes by chip and fabric
-        shapes: dict[Shape, int] = {}
-        self.shapes: list[Shape] = []
+        shapes: dict[tuple[Shape, int], int] = {}
+        self.shapes: list[tuple[Shape, int]] = []  # with the NPUs that are sick, as a mask
         self.kinds: dict[str, Kind] = {}
         for node in sorted(topology.nodes, key=lambda node: node.node_id):
             if not node.npus:
                 continue
-            number = shapes.setdefault(node.shape, len(shapes))
+            kind = node.shape, node.shape.mask & ~node.usable
+            number = shapes.setdefault(kind, len(shapes))
             if number == len(self.shapes):
-                self.shapes.append(node.shape)
+                self.shapes.append(kind)
             self.kinds[node.node_id] = number, free.get(node.node_id, 0) & node.usable
             self.by_chip.setdefault(node.soc, {}).setdefault(node.fabric, []).append(node)
         self.widest = {
@@ -88,21 +89,24 @@ class Board:
 
     def _wear(self, node_id: str, free: int) -> None:
         number, before = self.kinds[node_id]
-        domains, pairs = broken(self.shapes[number], free)
-        old_domains, old_pairs = broken(self.shapes[number], before)
-        self.spent += cost.OPENED * (domains - old_domains) + cost.HALVED * (pairs - old_pairs)
+        self.spent += self._worn(number, free) - self._worn(number, before)
         self.kinds[node_id] = number, free
 
     def room(self, kind: Kind, size: int, alone: bool) -> int:
         """How many groups of ``size`` a node of this class can hold."""
-        return room(self.shapes[kind[0]], kind[1], size, alone)
+        return room(self.shapes[kind[0]][0], kind[1], size, alone)
 
     def price(self, kind: Kind, size: int, count: int, alone: bool) -> int:
         """What domains and die pairs cost that ``count`` groups break into on a node of this class."""
-        shape, free = self.shapes[kind[0]], kind[1]
-        before = broken(shape, free)
-        after = broken(shape, free & ~sum(groups(shape, free, size, count, alone)))
-        return cost.OPENED * (after[0] - before[0]) + cost.HALVED * (after[1] - before[1])
+        number, free = kind
+        taken = sum(groups(self.shapes[number][0], free, size, count, alone))
+        return self._worn(number, free & ~taken) - self._worn(number, free)
+
+    def _worn(self, number: int, free: int) -> int:
+        """The price of domains and die pairs in use; sick NPUs are not in use."""
+        shape, sick = self.shapes[number]
+        domains, pairs = broken(shape, free | sick)
+        return cost.OPENED * domains + cost.HALVED * pairs
 
     def crowded(self, request: Request, node_id: str) -> int:
         """What it costs that engines like this one sit in the node's failure domain already."""

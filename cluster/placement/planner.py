@@ -57,10 +57,13 @@ def plan_all(
     free: Mapping[str, int],
     requests: Iterable[Request],
     engines: Iterable[Placed] = (),
+    *,
+    looks: int = search.LOOKS,
 ) -> dict[str, Plan | NoRoom]:
     """Place engines together, so that small ones leave room for large ones; return a plan or a refusal for each.
 
     Those of higher priority come first, then those with the larger tensor-parallel groups, then the larger ones.
+    What that costs is then improved with the effort ``looks``; see :mod:`~.search`.
     """
     board = Board(topology, free, engines)
     wanted = sorted(requests, key=weight, reverse=True)
@@ -68,7 +71,7 @@ def plan_all(
     for request in wanted:
         if bundles := place(board, request):
             board.take(sitting.setdefault(request.engine_id, placed_as(request, bundles)))
-    search.improve(board, wanted, sitting, place)
+    search.improve(board, wanted, sitting, place, looks)
     return {
         request.engine_id: Plan(engine_id=request.engine_id, bundles=sitting[request.engine_id].bundles)
         if request.engine_id in sitting
@@ -164,39 +167,47 @@ class _Area:
 
     def _cheapest(self, rooms: Iterable[tuple[int, Node]], count: int) -> Node:
         """The node on which ``count`` groups cost least; among equal ones the fullest, then the first."""
+        board, crowd = self.board, self.board.crowd
+        mine = self.request.model, self.request.role
         known: dict[Kind, tuple[int, int]] = {}
-        best: tuple[tuple[int, int], Node] | None = None
+        best, chosen = (1 << 60, 0), None
         for _, node in rooms:
-            kind = self.board.kinds[node.node_id]
+            kind = board.kinds[node.node_id]
             entry = known.get(kind)
             if entry is None:
-                price = self.board.price(kind, self.size, count, self.alone)
-                entry = known[kind] = price, kind[1].bit_count()
-            if best is not None and entry > best[0]:
+                entry = known[kind] = board.price(kind, self.size, count, self.alone), kind[1].bit_count()
+            if entry >= best:
                 continue  # being crowded only adds to it
-            key = entry[0] + self.board.crowded(self.request, node.node_id), entry[1]
-            if best is None or key < best[0]:
-                best = key, node
-        assert best is not None
-        return best[1]
+            if crowd.get((*mine, board.racks[node.node_id])):
+                entry = entry[0] + cost.CROWDED, entry[1]
+                if entry >= best:
+                    continue
+            best, chosen = entry, node
+        assert chosen is not None
+        return chosen
 
     def _several(self, rooms: list[tuple[int, Node]], block: int) -> list[Share] | None:
         """The roomiest nodes until one can hold the rest; of those the cheapest."""
-        left = self.count
         paired = self.size == 1 and bool(self.nodes[0].shape.packages)
         even = math.lcm(block, 2) if paired else block
-        open_ = [(room - room % even, node) for room, node in rooms]
-        shares: list[Share] = []
+        open_: dict[int, list[tuple[int, Node]]] = {}
+        for room, node in rooms:
+            open_.setdefault(room - room % even, []).append((room, node))
+        open_.pop(0, None)
+        if sum(room * len(entries) for room, entries in open_.items()) < self.count:
+            return None
+        left, shares = self.count, []
         while left:
-            open_ = [entry for entry in open_ if entry[0]]
-            if not open_:
-                return None
-            most = max(room for room, _ in open_)
-            step = min(most, left)
-            node = self._cheapest([entry for entry in open_ if entry[0] >= step], step)
+            step = min(max(open_), left)
+            node = self._cheapest(
+                (e for room, entries in open_.items() if room >= step for e in entries), step
+            )
             shares.append((node, step))
-            open_ = [entry for entry in open_ if entry[1] is not node]
             left -= step
+            for room, entries in list(open_.items()):
+                open_[room] = [entry for entry in entries if entry[1] is not node]
+                if not open_[room]:
+                    del open_[room]
         return shares
 
     def groups(self, share: Share) -> Groups:

@@ -8,7 +8,7 @@ import pytest
 
 from npufleet.cluster.placement import cost, planner, ray_state
 from npufleet.cluster.placement.ledger import PROMISE_S, Ledger
-from npufleet.cluster.placement.plan import NoRoom, Placed, Plan, Request, Role, Rule
+from npufleet.cluster.placement.plan import Bundle, NoRoom, Placed, Plan, Request, Role, Rule, placed_as
 from npufleet.cluster.topology import simulated
 from npufleet.cluster.topology.labels import resources, to_labels
 from npufleet.cluster.topology.model import Topology, mask_of
@@ -167,7 +167,7 @@ def test_replicas_sit_in_different_failure_domains() -> None:
 
 def test_prefill_and_decode_sit_in_one_super_pod() -> None:
     pods = simulated.fleet({"a3": 4}, pod_servers=2, rack_servers=1)
-    prefill = planner.placed_as(
+    prefill = placed_as(
         request(16, engine="p", role=Role.PREFILL), planner.plan(pods, free(pods, **{"a3-00000": (), "a3-00001": ()}),
                                                                  request(16)).bundles
     )  # fmt: skip
@@ -189,7 +189,7 @@ def test_small_engines_leave_room_for_large_ones() -> None:
 
 
 def placed(engine: str, priority: int, *bundles: tuple[str, int]) -> Placed:
-    plan = [planner.Bundle(rank=i, node_id=node, npu=npu) for i, (node, npu) in enumerate(bundles)]
+    plan = [Bundle(rank=i, node_id=node, npu=npu) for i, (node, npu) in enumerate(bundles)]
     return Placed(engine_id=engine, bundles=tuple(plan), model=engine, priority=priority)
 
 
