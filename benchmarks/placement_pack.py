@@ -37,15 +37,15 @@ def cluster(topology: Topology) -> Iterator[dict[str, str]]:
         made.shutdown()
 
 
-def place(case: Case, names: dict[str, str]) -> list[Placed]:
-    """Place the wishes one after the other with PACK, the largest first; those that stay pending are left out."""
+def place(case: Case, names: dict[str, str], *, largest_first: bool) -> list[Placed]:
+    """Place the wishes one after the other with PACK; those that stay pending are left out."""
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     free = {node_id: mask.bit_count() for node_id, mask in case.free.items()}
     left = dict(case.free)
     found: list[Placed] = []
     groups: list[Any] = []
-    for wish in sorted(case.wishes, key=weight, reverse=True):
+    for wish in sorted(case.wishes, key=weight, reverse=True) if largest_first else case.wishes:
         if wish.npus > sum(free.values()):
             continue
         group = placement_group([{"NPU": 1}] * wish.npus, strategy="PACK")

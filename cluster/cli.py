@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from .config import DEVICES
+from .doctor.command import add_arguments as add_doctor_arguments
 from .plan.command import add_arguments as add_plan_arguments
 from .targets import DEMO_QUESTION
 from .topology.command import add_arguments as add_node_arguments
@@ -43,8 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add_plan_arguments(commands)
     add_node_arguments(commands)
     _route_arguments(commands)
-    doctor = commands.add_parser("doctor", help="check that this machine is ready to serve")
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_doctor_arguments(commands)
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
     virtual.add_argument("action", choices=("enable", "disable", "status"))
     commands.add_parser("version", help="versions of npufleet and of what it stands on")
@@ -175,23 +175,9 @@ def _route(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
+    from .doctor.command import run
 
-    from .doctor import Level, examine
-
-    failed = False
-    findings = []
-    for finding in examine():
-        failed |= finding.level is Level.FAIL
-        if args.json:
-            findings.append(asdict(finding))
-            continue
-        print(f"{finding.level:>4}  {finding.name:<24} {finding.text}", flush=True)
-        if finding.remedy:
-            print(f"      {'':<24} -> {finding.remedy}")
-    if args.json:
-        print(json.dumps(findings, indent=2))
-    return 1 if failed else 0
+    return run(args)
 
 
 def _virtual_npu(args: argparse.Namespace) -> int:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from . import checkpoint, doctor, env
+from . import checkpoint, env
 from .config import FleetConfig, GatewayConfig, MetricsConfig, RouterConfig
 from .device import Device
+from .doctor.finding import Level
+from .doctor.local import free_port
 
 CONNECT_S = 5.0
 
@@ -39,8 +41,8 @@ def ports(config: FleetConfig) -> None:
                 f"{takers[port]}.port and {what}.port are both {port}; give each its own (0 takes a free one)"
             )
         takers[port] = what
-        finding = doctor.free_port(what, host, port)
-        if finding.level is doctor.Level.FAIL:
+        finding = free_port(what, host, port)
+        if finding.level is Level.FAIL:
             raise ValueError(f"{finding.text}; {finding.remedy}")
 
 

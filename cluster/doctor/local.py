@@ -1,4 +1,4 @@
-"""`npufleet doctor`: is this machine ready to serve, and what to do where it is not."""
+"""What `npufleet doctor` looks at on every machine: packages, devices, ports, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -8,51 +8,18 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
 
-from . import device
-from .config import GatewayConfig, MetricsConfig, RouterConfig
+from .. import device
+from ..config import GatewayConfig, MetricsConfig, RouterConfig
+from .finding import Finding, Level
 
 DISTRIBUTION = "npufleet"
 EXTRAS = ("", "cluster")  # what serving needs of the distribution's requirements: the one table of versions
 SHM_LEAST = 256 << 20
 SHM_GOOD = 1 << 30
 FILES_GOOD = 4096
-
-
-class Level(StrEnum):
-    """How a check came out."""
-
-    OK = "ok"
-    WARN = "warn"  # it will run, with a limit that the text names
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One check: what it looked at, how it came out, and what to do if it failed."""
-
-    name: str
-    level: Level
-    text: str
-    remedy: str = ""
-
-
-def examine(ports: Iterable[tuple[str, str, int]] | None = None) -> Iterator[Finding]:
-    """Yield all findings, cheap ones first.
-
-    Args:
-        ports: (what for, host, port) that must be free; the default ports if None.
-    """
-    yield python()
-    yield from versions()
-    yield devices()
-    yield from (free_port(*entry) for entry in (default_ports() if ports is None else ports))
-    yield shared_memory()
-    yield open_files()
 
 
 def python() -> Finding:
