@@ -277,8 +277,10 @@ async def run(name: str, policy: str) -> str:
 
 async def main(names: list[str], policy: str) -> None:
     """Run the faults and print the table."""
-    print("| fault | whole answers | wrong | streams broken off | other errors | last error after | slowest whole answer "
-          "| answers of the engine meanwhile | its first answer after healing |")  # fmt: skip
+    print(
+        "| fault | whole answers | wrong | streams broken off | other errors | last error after "
+        "| slowest whole answer | answers of the engine meanwhile | its first answer after healing |"
+    )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in names:
         print(await run(name, policy), flush=True)
