@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from npufleet.cluster.addresses import netloc
@@ -62,11 +63,10 @@ async def serve_envoy(
         engine_tls=settings.tls,
     )
     envoy = Envoy(plan, picker, router.picker.pool, workers)
-    try:
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(envoy.close, 0.0)
         await envoy.start()
-    except BaseException:
-        await envoy.close(0)
-        raise
+        undo.pop_all()
     return EnvoyHandle(host=host, port=plan.port, picker=picker, envoy=envoy)
 
 
