@@ -12,7 +12,7 @@ import grpc
 from npufleet.cluster.admission.tenants import ANYONE, Keys, Tenant
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
-from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, SESSION_KEY
+from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, PEER_KEY, SESSION_KEY
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -63,8 +63,9 @@ class Call:
 
     @property
     def peer(self) -> str:
-        """The client's connection, as gRPC names it."""
-        return self.context.peer()
+        """The client's connection, as gRPC names it, or as Envoy does, which alone reaches a Unix socket."""
+        peer: str = self.context.peer()
+        return (self._text(PEER_KEY) or peer) if peer.startswith("unix:") else peer
 
     @property
     def model(self) -> str:

@@ -6,6 +6,7 @@ against its engine until it is released; releasing also tells the pool how the e
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -22,6 +23,8 @@ from npufleet.cluster.router.events import EventFollowers
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.pool import EnginePool
 from npufleet.cluster.transport.base import EngineChannel
+
+_COMPARED = 8  # engines that are compared for a retry
 
 __all__ = ["Lease", "NoEngine", "NoEngineReason", "Picker", "RequestInfo"]
 
@@ -158,3 +161,18 @@ class Picker:
         """The loads of the ready engines of ``model``, as ``info`` would find them."""
         ledgers = [member.ledger for member in self._pool.pickable(model)]
         return self._decider.look(model, info, ledgers, self._pool.settings.load_ttl)
+
+    def alternates(self, info: RequestInfo, lease: Lease, most: int) -> list[EngineEndpoint]:
+        """Up to ``most`` other engines where a retry of ``info`` may go that does not come back to this picker,
+        best first. Nothing is counted for them, and of many engines only a few are compared.
+        """
+        taken = info.excluded | {lease.endpoint.engine_id}
+        members = [m for m in self._pool.pickable(lease.endpoint.model) if m.engine_id not in taken]
+        if len(members) > _COMPARED:
+            members = random.sample(members, _COMPARED)
+        loads = self._decider.look(
+            lease.endpoint.model, info, [member.ledger for member in members], self._pool.settings.load_ttl
+        )
+        costs = [self._decider.policy.score(info, load) for load in loads]
+        best = sorted(range(len(members)), key=costs.__getitem__)
+        return [members[i].endpoint for i in best[:most]]

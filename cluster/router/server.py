@@ -13,6 +13,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from npufleet.cluster.admission.tenants import Keys
+from npufleet.cluster.addresses import netloc
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.base import Policy
 from npufleet.cluster.router.front import Front
@@ -41,7 +42,12 @@ class RouterHandle:
     @property
     def address(self) -> str:
         """host:port that clients connect to."""
-        return f"{_bracketed(self.host)}:{self.port}"
+        return _target(self.host, self.port)
+
+    @property
+    def front(self) -> Front:
+        """The services it offers."""
+        return self._front
 
     async def close(self, grace: float = 30.0) -> None:
         """Take no new calls, let running ones end within ``grace`` seconds, then stop. Twice does nothing
@@ -84,7 +90,7 @@ async def serve_router(
 ) -> RouterHandle:
     """Start a router over ``source`` and return it; it serves until its ``close``.
 
-    ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies` or a policy; the Prometheus
+    ``host`` may be ``unix:PATH``; ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies` or a policy; the Prometheus
     series go into ``registry`` (a fresh one by default); ``reuse_port`` lets several routers share one port.
     With ``keys`` each call must carry one; with ``tls`` the port speaks nothing else. OSError where the port
     cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
@@ -124,7 +130,7 @@ def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[
 
 
 async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
-    address = f"{_bracketed(host)}:{port}"
+    address = _target(host, port)
     try:
         if tls is None:
             return server.add_insecure_port(address)
@@ -134,5 +140,5 @@ async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | 
         raise OSError(f"the router cannot listen on {address}: {error}") from error
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _target(host: str, port: int) -> str:
+    return host if host.startswith("unix:") else netloc(host, port)

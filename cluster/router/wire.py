@@ -23,13 +23,14 @@ METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Vll
 MODEL_KEY = "x-npufleet-model"  # request metadata: the model deployment
 ENGINE_KEY = "x-npufleet-engine"  # in an answer: who gave it; in a control call: who shall
 SESSION_KEY = "x-npufleet-session"  # request metadata: requests of one conversation carry the same
+PEER_KEY = "x-npufleet-peer"  # request metadata that Envoy sets before the router: who its client is
 
 _CHARS_PER_TOKEN = 4  # a guess, for text prompts only
 _REQUEST_ID_TAG = b"\x0a"  # field 1, length-delimited, in GenerateRequest and EmbedRequest alike
 
 M = TypeVar("M", bound=Message)
 
-__all__ = ["ENGINE_KEY", "METHODS", "MODEL_KEY", "SERVICE", "SESSION_KEY", "common_pb2", "pb"]
+__all__ = ["ENGINE_KEY", "METHODS", "MODEL_KEY", "PEER_KEY", "SERVICE", "SESSION_KEY", "common_pb2", "pb"]
 
 
 class Head(NamedTuple):

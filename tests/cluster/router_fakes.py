@@ -40,6 +40,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
     delay: float = 0.0  # seconds before each token
     fail_at: int | None = None  # the token before which Generate fails
     fail_code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    greets: bool = True  # it sends its headers before it begins to work
     healthy: bool = True
     loads: list[pb.SchedulerLoad] = field(default_factory=list)
     options: tuple[tuple[str, int], ...] = ()
@@ -80,7 +81,8 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         self.seen.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         self.time_left.append(context.time_remaining())
-        await context.send_initial_metadata((("x-fake", self.name),))
+        if self.greets:
+            await context.send_initial_metadata((("x-fake", self.name),))
         base = sum(request.tokenized.input_ids) or len(request.text)
         count = request.sampling_params.max_tokens
         try:

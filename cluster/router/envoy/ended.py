@@ -1,0 +1,90 @@
+"""Envoy's access log as a stream: how the requests that it carried have ended."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from npufleet.cluster.addresses import netloc
+from npufleet.cluster.proto import envoy_pb2
+from npufleet.cluster.router.away import AwayRequests
+from npufleet.cluster.router.envoy.engines import EngineAddresses
+from npufleet.cluster.router.envoy.settings import PICK_KEY
+
+SERVICE = "envoy.service.accesslog.v3.AccessLogService"
+
+_Code = grpc.StatusCode
+_BY_NUMBER = {code.value[0]: code for code in _Code}
+
+
+class AccessLog:
+    """``envoy.service.accesslog.v3.AccessLogService``."""
+
+    def __init__(self, away: AwayRequests, engines: EngineAddresses) -> None:
+        self._away = away
+        self._engines = engines
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server adds."""
+        method = grpc.stream_unary_rpc_method_handler(
+            self._stream,
+            request_deserializer=envoy_pb2.StreamAccessLogsMessage.FromString,
+            response_serializer=envoy_pb2.StreamAccessLogsResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"StreamAccessLogs": method})
+
+    async def _stream(
+        self,
+        messages: AsyncIterator[envoy_pb2.StreamAccessLogsMessage],
+        context: grpc.aio.ServicerContext,
+    ) -> envoy_pb2.StreamAccessLogsResponse:
+        async for message in messages:
+            for entry in message.http_logs.log_entry:
+                self._take(entry)
+        return envoy_pb2.StreamAccessLogsResponse()
+
+    def _take(self, entry: envoy_pb2.HttpEntry) -> None:
+        away = self._away.get(entry.request.request_headers.get(PICK_KEY, ""))
+        if away is None:
+            return
+        common = entry.common_properties
+        code = client_code(entry)
+        engine = engine_code(entry, code)
+        last = common.upstream_remote_address.socket_address
+        meant = self._engines.get(away.lease.endpoint.engine_id)
+        if last.address and meant is not None and netloc(last.address, last.port_value) != netloc(*meant):
+            engine = _Code.UNAVAILABLE  # it could not take the request, another one did
+        retries = max(0, common.upstream_request_attempt_count - 1)
+        self._away.ended(away.id, code, engine=engine, retries=retries)
+
+
+def client_code(entry: envoy_pb2.HttpEntry) -> grpc.StatusCode:
+    """The status that the request ended with for its client."""
+    flags = entry.common_properties.response_flags
+    if flags.downstream_connection_termination or flags.downstream_remote_reset:
+        return _Code.CANCELLED
+    if flags.duration_timeout or flags.upstream_max_stream_duration_reached:
+        return _Code.DEADLINE_EXCEEDED
+    for headers in (entry.response.response_trailers, entry.response.response_headers):
+        number = headers.get("grpc-status", "")
+        if number.isdigit():
+            return _BY_NUMBER.get(int(number), _Code.UNKNOWN)
+    return _Code.UNAVAILABLE if _broken(flags) else _Code.UNKNOWN
+
+
+def engine_code(entry: envoy_pb2.HttpEntry, seen: grpc.StatusCode) -> grpc.StatusCode:
+    """What ``seen``, the client's status, says about the engine: nothing where Envoy made it up by itself."""
+    flags = entry.common_properties.response_flags
+    if _broken(flags):
+        return _Code.UNAVAILABLE
+    return _Code.CANCELLED if flags.no_healthy_upstream else seen
+
+
+def _broken(flags: envoy_pb2.ResponseFlags) -> bool:
+    return (
+        flags.upstream_connection_failure
+        or flags.upstream_connection_termination
+        or flags.upstream_remote_reset
+        or flags.upstream_protocol_error
+    )

@@ -1,0 +1,93 @@
+"""The engines that Envoy may send requests to: the pool's, by IP address, kept in a file that Envoy follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+
+from npufleet.cluster.router.envoy.config import as_json, endpoints
+from npufleet.cluster.router.pool import EnginePool
+
+_log = logging.getLogger(__name__)
+_RETRY = 1.0
+
+
+class EngineAddresses:
+    """IP and port by engine id. An address with a name is resolved once, when its engine comes."""
+
+    def __init__(self, pool: EnginePool, file: Path | None) -> None:
+        """``file`` is where Envoy looks; None: nobody looks."""
+        self._pool = pool
+        self._file = file
+        self._resolved: dict[str, tuple[str, tuple[str, int]]] = {}  # engine id -> its address as given, as an IP
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._written = ""
+        pool.listen(self._changed.set)
+
+    async def start(self) -> None:
+        """Write the file and keep it, in the running event loop."""
+        assert self._task is None, "starts once"
+        await self._update()
+        self._task = asyncio.create_task(self._follow(), name="router engines for envoy")
+
+    async def close(self) -> None:
+        """Stop. The file stays, so that Envoy goes on with the engines it knows."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def get(self, engine_id: str) -> tuple[str, int] | None:
+        """The engine's IP address and port, None while it is not known."""
+        found = self._resolved.get(engine_id)
+        return None if found is None else found[1]
+
+    async def _follow(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if not await self._update():
+                await asyncio.sleep(_RETRY)
+                self._changed.set()
+
+    async def _update(self) -> bool:
+        """Take the pool as it is; False where a name could not be resolved or the file not be written."""
+        wanted = {member.engine_id: member.endpoint.address for member in self._pool.members()}
+        complete = True
+        for engine_id, address in wanted.items():
+            known = self._resolved.get(engine_id)
+            if known is None or known[0] != address:
+                try:
+                    self._resolved[engine_id] = (address, await resolve(address))
+                except OSError as error:
+                    complete = False
+                    _log.warning("engine %s: its address %s is not known: %s", engine_id, address, error)
+        self._resolved = {key: value for key, value in self._resolved.items() if key in wanted}
+        return self._write() and complete
+
+    def _write(self) -> bool:
+        text = as_json(endpoints({key: value[1] for key, value in self._resolved.items()}))
+        if self._file is None or text == self._written:
+            return True
+        new = self._file.with_suffix(".new")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(text)
+            os.replace(new, self._file)  # Envoy notices a file that is moved into place
+        except OSError as error:
+            _log.error("the engines cannot be told to Envoy: %s", error)
+            return False
+        self._written = text
+        return True
+
+
+async def resolve(address: str) -> tuple[str, int]:
+    """The IP address and the port of host:port; OSError where the name is not known."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    return str(found[0][4][0]), int(port)
