@@ -78,9 +78,9 @@ class AwayRequests:
             self.ended(request_id, grpc.StatusCode.CANCELLED)
 
     async def place(
-        self, method: str, info: RequestInfo, *, peer: str = "", timeout: float | None = None
+        self, method: str, info: RequestInfo, *, peer: str = "", deadline: float | None = None
     ) -> Away:
-        """Lease the engine of a request of ``method``; ``timeout`` is its deadline in seconds.
+        """Lease the engine of a request of ``method``; ``deadline`` is in seconds from now.
 
         Raises :class:`NoEngine`, which is counted as the request's end.
         """
@@ -101,7 +101,7 @@ class AwayRequests:
         live.engine_request_id = info.request_id  # nothing changes it on its way
         live.lease = lease
         series.overhead.observe(self._clock() - arrived)
-        longest = self._settings.request_timeout if timeout is None else timeout
+        longest = self._settings.request_timeout if deadline is None else deadline
         away = Away(
             id=secrets.token_hex(8),
             method=method,
@@ -132,7 +132,12 @@ class AwayRequests:
         return True
 
     def ended(
-        self, request_id: str, code: grpc.StatusCode, *, engine: grpc.StatusCode | None = None, retries: int = 0
+        self,
+        request_id: str,
+        code: grpc.StatusCode,
+        *,
+        engine: grpc.StatusCode | None = None,
+        retries: int = 0,
     ) -> bool:
         """It ended with ``code`` for its client; False where it is not under way.
 

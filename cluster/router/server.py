@@ -90,10 +90,10 @@ async def serve_router(
 ) -> RouterHandle:
     """Start a router over ``source`` and return it; it serves until its ``close``.
 
-    ``host`` may be ``unix:PATH``; ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies` or a policy; the Prometheus
-    series go into ``registry`` (a fresh one by default); ``reuse_port`` lets several routers share one port.
-    With ``keys`` each call must carry one; with ``tls`` the port speaks nothing else. OSError where the port
-    cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
+    ``host`` may be ``unix:PATH``; ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies`
+    or a policy; the Prometheus series go into ``registry`` (a fresh one by default); ``reuse_port`` lets
+    several routers share one port. With ``keys`` each call must carry one; with ``tls`` the port speaks nothing
+    else. OSError where the port cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
     """
     settings = settings or RouterSettings()
     chosen = load_policy(policy) if isinstance(policy, str) else policy

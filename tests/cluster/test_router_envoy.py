@@ -80,7 +80,6 @@ async def test_a_forged_destination_is_ignored():
         await outside.stop()
 
 
-
 async def test_only_engines_of_the_registry_are_reached_whatever_the_picker_says():
     inside, outside = FakeEngine(name="a"), await FakeEngine(name="outside").start()
     try:
@@ -107,7 +106,9 @@ async def test_a_retry_never_goes_to_an_engine_of_another_model():
     source = ListSource(endpoint(mine), endpoint(other, model="other"))
     try:
         async with envoy_fleet(mine, other, source=source) as f:
-            error = await error_of(f.stub.Generate(generate_request(2), metadata=(("x-npufleet-model", MODEL),)))
+            error = await error_of(
+                f.stub.Generate(generate_request(2), metadata=(("x-npufleet-model", MODEL),))
+            )
             assert error.code() is Code.UNAVAILABLE
             assert mine.seen and not other.seen
             call = f.stub.Generate(generate_request(2), metadata=(("x-npufleet-model", "other"),))
@@ -119,7 +120,9 @@ async def test_a_retry_never_goes_to_an_engine_of_another_model():
 
 async def test_what_the_picker_refuses_is_told_to_the_client():
     async with envoy_fleet(FakeEngine(name="a")) as f:
-        unknown = await error_of(f.stub.Generate(generate_request(), metadata=(("x-npufleet-model", "b%\n"[:2]),)))
+        unknown = await error_of(
+            f.stub.Generate(generate_request(), metadata=(("x-npufleet-model", "b%\n"[:2]),))
+        )
         assert unknown.code() is Code.NOT_FOUND and "there is: 'tiny'" in unknown.details()
         garbage = f.channel.unary_stream("/vllm.grpc.engine.VllmEngine/Generate")(b"\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -317,7 +320,7 @@ async def test_an_envoy_that_cannot_start_says_why(tmp_path: Path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         settings = EnvoySettings(folder=tmp_path, port=taken.getsockname()[1])
-        with pytest.raises(OSError, match="Envoy ended while it started.*Address already in use"):
+        with pytest.raises(OSError, match=r"Envoy ended while it started.*Address already in use"):
             await serve_envoy(ListSource(), settings)
     with pytest.raises(ValueError, match="not a program"):
         await serve_envoy(ListSource(), EnvoySettings(folder=tmp_path, binary=str(tmp_path)[:3] + "nowhere"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -57,19 +57,28 @@ class Asked:
         self._mint = mint
         self._max_bytes = max_bytes
 
-    async def place(self, path: str, headers: Mapping[str, str], body: bytes) -> Placed:
-        """Place the request. Raises :class:`CallError` with what its client shall be told."""
+    async def place(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        *,
+        excluded: frozenset[str] = frozenset(),
+    ) -> Placed:
+        """Place the request; ``body`` None: it is not known. Raises :class:`CallError` with what its client
+        shall be told.
+        """
         method = path.removeprefix(_PREFIX)
         if path == method or method not in ("Generate", "Embed"):
             raise CallError(_Code.UNIMPLEMENTED, f"no engine is picked for {path[:200]}")
         try:
-            info = self._info(method, headers, body)
+            info = replace(self._info(method, headers, body), excluded=excluded)
         except ValueError as error:
             self._metrics.ended(UNKNOWN_MODEL, method, _Code.INVALID_ARGUMENT)
             raise CallError(_Code.INVALID_ARGUMENT, str(error)) from error
         timeout = read_timeout(headers.get("grpc-timeout", ""))
         try:
-            away = await self.away.place(method, info, peer=headers.get(PEER_KEY, ""), timeout=timeout)
+            away = await self.away.place(method, info, peer=headers.get(PEER_KEY, ""), deadline=timeout)
         except NoEngine as error:
             raise CallError.from_no_engine(error) from error
         placed = self._headers(away)
@@ -77,7 +86,9 @@ class Asked:
             placed = (*placed, ("grpc-timeout", f"{int((timeout + _MARGIN) * 1000)}m"))
         return Placed(headers=placed, away=away)
 
-    def _info(self, method: str, headers: Mapping[str, str], body: bytes) -> RequestInfo:
+    def _info(self, method: str, headers: Mapping[str, str], body: bytes | None) -> RequestInfo:
+        if body is None:
+            return RequestInfo(model=headers.get(MODEL_KEY, ""), session=headers.get(SESSION_KEY, ""))
         raw = read_message(body, headers.get("grpc-encoding", "identity"), self._max_bytes)
         extension = headers.get(EXTENSION_KEY)
         metadata = [] if extension is None else [(EXTENSION_KEY, from_base64(extension))]

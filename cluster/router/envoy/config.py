@@ -166,6 +166,7 @@ def _engines(settings: EnvoySettings) -> dict[str, Any]:
     override = typed(
         "extensions.load_balancing_policies.override_host.v3.OverrideHost",
         override_host_sources=[{"header": DESTINATION_KEY}],
+        selected_host_key={"key": "envoy.lb", "path": [{"key": "x-gateway-destination-endpoint-served"}]},
         fallback_policy=_policy("subset", nobody),
     )
     keepalive = {
@@ -205,7 +206,10 @@ def _tls(settings: EnvoySettings) -> dict[str, Any]:
     }
     if tls.certificate is not None:
         common["tls_certificates"] = [
-            {"certificate_chain": {"filename": str(tls.certificate)}, "private_key": {"filename": str(tls.key)}}
+            {
+                "certificate_chain": {"filename": str(tls.certificate)},
+                "private_key": {"filename": str(tls.key)},
+            }
         ]
     context = typed("extensions.transport_sockets.tls.v3.UpstreamTlsContext", common_tls_context=common)
     if tls.server_name is not None:
@@ -245,8 +249,7 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         early_header_mutation_extensions=[{"name": "strip", "typed_config": early}],
         route_config=_routes(settings),
         http_filters=filters.chain(settings),
-        access_log=[filters.access_log()],
-        access_log_options={},
+        access_log=filters.access_logs(settings),
     )
     chain = {"filters": [{"name": "http", "typed_config": manager}]}
     return {

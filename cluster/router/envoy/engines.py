@@ -22,7 +22,7 @@ class EngineAddresses:
         """``file`` is where Envoy looks; None: nobody looks."""
         self._pool = pool
         self._file = file
-        self._resolved: dict[str, tuple[str, tuple[str, int]]] = {}  # engine id -> its address as given, as an IP
+        self._resolved: dict[str, tuple[str, tuple[str, int]]] = {}  # by id: the address as given, as an IP
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._written = ""
@@ -44,6 +44,10 @@ class EngineAddresses:
         """The engine's IP address and port, None while it is not known."""
         found = self._resolved.get(engine_id)
         return None if found is None else found[1]
+
+    def known(self) -> dict[str, tuple[str, int]]:
+        """All of them by engine id."""
+        return {engine_id: found[1] for engine_id, found in self._resolved.items()}
 
     async def _follow(self) -> None:
         while True:
@@ -69,7 +73,7 @@ class EngineAddresses:
         return self._write() and complete
 
     def _write(self) -> bool:
-        text = as_json(endpoints({key: value[1] for key, value in self._resolved.items()}))
+        text = as_json(endpoints(self.known()))
         if self._file is None or text == self._written:
             return True
         new = self._file.with_suffix(".new")

@@ -44,13 +44,18 @@ def chain(settings: EnvoySettings) -> list[dict[str, Any]]:
     if settings.filter is Filter.EXT_PROC:
         ask = [_named(_PROC, _proc(settings))]
     else:
-        lua = {"@type": f"{_TYPE}.filters.http.lua.v3.Lua", "default_source_code": {"inline_string": _STARTED}}
+        lua = {
+            "@type": f"{_TYPE}.filters.http.lua.v3.Lua",
+            "default_source_code": {"inline_string": _STARTED},
+        }
         ask = [_named(_AUTHZ, _authz(settings)), _named(_LUA, lua)]
     return [
         *ask,
         _named("envoy.filters.http.header_mutation", _who()),
-        _named("envoy.filters.http.router", {"@type": f"{_TYPE}.filters.http.router.v3.Router",
-                                             "suppress_envoy_headers": True}),  # fmt: skip
+        _named(
+            "envoy.filters.http.router",
+            {"@type": f"{_TYPE}.filters.http.router.v3.Router", "suppress_envoy_headers": True},
+        ),
     ]
 
 
@@ -63,9 +68,11 @@ def unpicked(settings: EnvoySettings) -> dict[str, Any]:
     return {_AUTHZ: off}
 
 
-def access_log() -> dict[str, Any]:
-    """Tell the picker how each picked request ended. Buffered by Envoy for a tenth of a second."""
-    return {
+def access_logs(settings: EnvoySettings) -> list[dict[str, Any]]:
+    """Tell the picker how each picked request ended, some of them at once. The Endpoint Picker sees that itself."""
+    if settings.filter is Filter.EXT_PROC:
+        return []
+    log = {
         "name": "envoy.access_loggers.http_grpc",
         "filter": {
             "header_filter": {"header": {"name": PICK_KEY, "present_match": True}},
@@ -83,6 +90,7 @@ def access_log() -> dict[str, Any]:
             "additional_response_trailers_to_log": ["grpc-status"],
         },
     }
+    return [log]
 
 
 def _named(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -103,8 +111,9 @@ def _authz(settings: EnvoySettings) -> dict[str, Any]:
         "status_on_error": {"code": "ServiceUnavailable"},
         "validate_mutations": True,
         "with_request_body": {"max_request_bytes": most, "allow_partial_message": False},
-        "allowed_headers": {"patterns": [{"prefix": "x-npufleet-"}, {"exact": "grpc-timeout"},
-                                         {"exact": "grpc-encoding"}]},  # fmt: skip
+        "allowed_headers": {
+            "patterns": [{"prefix": "x-npufleet-"}, {"exact": "grpc-timeout"}, {"exact": "grpc-encoding"}]
+        },
         "http_service": {
             "server_uri": {
                 "uri": "http://picker",
@@ -134,16 +143,16 @@ def _proc(settings: EnvoySettings) -> dict[str, Any]:
             "request_trailer_mode": "SEND",
             "response_header_mode": "SEND",
             "response_body_mode": "NONE",
-            "response_trailer_mode": "SKIP",
+            "response_trailer_mode": "SEND",
         },
-        "mutation_rules": {"allow_all_routing": False},
+        "metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb"]}},
     }
 
 
 def _who() -> dict[str, Any]:
     """Tell the client in the trailers which engine answered, and keep what is ours from the engine."""
     engine = {
-        "header": {"key": "x-npufleet-engine", "value": '%UPSTREAM_METADATA(npufleet:engine)%'},
+        "header": {"key": "x-npufleet-engine", "value": "%UPSTREAM_METADATA(npufleet:engine)%"},
         "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
     }
     return {

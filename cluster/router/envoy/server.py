@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from npufleet.cluster.addresses import netloc
@@ -17,14 +17,16 @@ from npufleet.cluster.router.base import Policy
 from npufleet.cluster.router.envoy.ask import Asked
 from npufleet.cluster.router.envoy.authz import AuthzServer
 from npufleet.cluster.router.envoy.ended import AccessLog
+from npufleet.cluster.router.envoy.endpoint_picker import EndpointPicker
 from npufleet.cluster.router.envoy.engines import EngineAddresses
+from npufleet.cluster.router.envoy.picker_health import PickerHealth
 from npufleet.cluster.router.envoy.process import EnvoyProcess
 from npufleet.cluster.router.envoy.settings import EnvoySettings
 from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.registry import DEFAULT_POLICY
-from npufleet.cluster.router.server import RouterHandle, server_options, serve_router
+from npufleet.cluster.router.server import RouterHandle, serve_router, server_options
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +108,11 @@ async def serve_envoy(
         authz = AuthzServer(asked, settings.authz, settings.router.max_request_bytes)
         await authz.start()
         parts.push_async_callback(authz.close)
-        server = await _serve_grpc(settings, [AccessLog(away, engines).handler()])
+        handlers = [
+            AccessLog(away, engines).handler(),
+            EndpointPicker(asked, settings.router.max_request_bytes).handler(),
+        ]
+        server = await _serve_grpc(settings, handlers, PickerHealth(router.picker.pool))
         parts.push_async_callback(server.stop, 0.0)
         if envoy is not None:
             await envoy.start()
@@ -125,14 +131,14 @@ async def serve_envoy(
 
 
 async def _serve_grpc(
-    settings: EnvoySettings, handlers: list[grpc.GenericRpcHandler]
+    settings: EnvoySettings, handlers: list[grpc.GenericRpcHandler], health: PickerHealth
 ) -> grpc.aio.Server:
     """What Envoy asks over gRPC."""
     with suppress(FileNotFoundError):
         settings.picker.unlink()
     server = grpc.aio.server(options=server_options(settings.router, reuse_port=False))
     server.add_generic_rpc_handlers(tuple(handlers))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
     server.add_insecure_port(f"unix:{settings.picker}")
     await server.start()
-    await asyncio.sleep(0)
     return server

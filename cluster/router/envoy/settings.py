@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class EnvoySettings:
     folder: Path
     host: str = "127.0.0.1"
     port: int = 50051
-    router: RouterSettings = RouterSettings()
+    router: RouterSettings = field(default_factory=RouterSettings)
     filter: Filter = Filter.EXT_AUTHZ
     picker_timeout: float = 5.0  # seconds; a picker that takes longer counts as away
     connect_timeout: float = 2.0
