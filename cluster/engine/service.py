@@ -99,13 +99,20 @@ async def serve_engine(
     port: int = 0,
     *,
     settings: ServiceSettings | None = None,
+    guard: grpc.aio.ServerInterceptor | None = None,
 ) -> EngineServer:
     """Serve ``async_llm`` (vLLM's AsyncLLM, running in this event loop) on ``host:port``; port 0 picks one.
+
+    ``guard`` decides who may call it; None: everybody who reaches the port.
 
     Raises ``OSError`` when the address cannot be bound. The stock servicer's warm-up is not run.
     """
     settings = settings or ServiceSettings()
-    server = grpc.aio.server(options=settings.options(), maximum_concurrent_rpcs=settings.max_concurrent_rpcs)
+    server = grpc.aio.server(
+        interceptors=() if guard is None else (guard,),
+        options=settings.options(),
+        maximum_concurrent_rpcs=settings.max_concurrent_rpcs,
+    )
     service = EngineService(async_llm)
     health = EngineHealth(async_llm)
     pb_grpc.add_VllmEngineServicer_to_server(service, server)

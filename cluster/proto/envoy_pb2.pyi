@@ -312,7 +312,7 @@ class EntryRequest(_message.Message):
     def __init__(self, request_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EntryResponse(_message.Message):
-    __slots__ = ("response_headers", "response_trailers", "response_code_details")
+    __slots__ = ("response_body_bytes", "response_headers", "response_trailers", "response_code_details")
     class ResponseHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -327,10 +327,12 @@ class EntryResponse(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RESPONSE_BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_HEADERS_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_TRAILERS_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_CODE_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    response_body_bytes: int
     response_headers: _containers.ScalarMap[str, str]
     response_trailers: _containers.ScalarMap[str, str]
     response_code_details: str
-    def __init__(self, response_headers: _Optional[_Mapping[str, str]] = ..., response_trailers: _Optional[_Mapping[str, str]] = ..., response_code_details: _Optional[str] = ...) -> None: ...
+    def __init__(self, response_body_bytes: _Optional[int] = ..., response_headers: _Optional[_Mapping[str, str]] = ..., response_trailers: _Optional[_Mapping[str, str]] = ..., response_code_details: _Optional[str] = ...) -> None: ...

@@ -138,17 +138,18 @@ class AwayRequests:
         *,
         engine: grpc.StatusCode | None = None,
         retries: int = 0,
+        tokens: int = 0,
     ) -> bool:
         """It ended with ``code`` for its client; False where it is not under way.
 
         ``engine`` is how the picked engine did, where that is another status; ``retries`` counts the engines that
-        were tried before the last one.
+        were tried before the last one, ``tokens`` those of the answer.
         """
         away = self._open.pop(request_id, None)
         if away is None:
             return False
         engine = code if engine is None else engine
-        away.lease.release(engine)
+        away.lease.release(engine, tokens)
         away.held.close()
         if retries:
             self._metrics.retries.labels(away.info.model, engine.name).inc(retries)
@@ -158,6 +159,9 @@ class AwayRequests:
     def sweep(self) -> int:
         """End what is past its time; how many that were."""
         now = self._clock()
+        for away in self._open.values():
+            if away.started:  # its messages are not seen here, so their absence says nothing
+                away.lease.heard()
         late = [away.id for away in self._open.values() if away.until <= now]
         for request_id in late:
             self.ended(request_id, grpc.StatusCode.DEADLINE_EXCEEDED)

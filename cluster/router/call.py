@@ -16,6 +16,8 @@ from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, PEER_KEY, SESSIO
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
+NO_KEY = "a valid API key is needed: metadata authorization: Bearer KEY"
+
 _log = logging.getLogger(__name__)
 _OF_THIS_HOP = frozenset(  # a connection's own, not the request's; and keys are for the router's eyes only
     {"user-agent", "te", "content-type", "authorization", "x-api-key"}
@@ -143,8 +145,7 @@ def handler(
 def _tenant(method: str, call: Call, keys: Keys) -> Tenant:
     tenant = keys.tenant_of(call.metadata)
     if tenant is None:
-        text = "a valid API key is needed: metadata authorization: Bearer KEY"
-        raise CallError(grpc.StatusCode.UNAUTHENTICATED, text)
+        raise CallError(grpc.StatusCode.UNAUTHENTICATED, NO_KEY)
     if method in _FOR_ADMINS and not tenant.admin:
         raise CallError(grpc.StatusCode.PERMISSION_DENIED, f"{method} is for the keys of administrators")
     return tenant

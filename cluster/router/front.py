@@ -12,9 +12,12 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from npufleet.cluster.admission.tenants import Keys
+from npufleet.cluster.router.away import AwayRequests
 from npufleet.cluster.router.call import Body, handler
 from npufleet.cluster.router.control import Control
 from npufleet.cluster.router.health import HEALTH_SERVICE, HealthService
+from npufleet.cluster.router.lookaside.service import SERVICE as LOOKASIDE
+from npufleet.cluster.router.lookaside.service import Lookaside
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.relay import Relay
@@ -33,20 +36,27 @@ class Front:
         self.health = HealthService(picker.pool)
         self.control = Control(picker, self.live, settings)
         self.relay = Relay(picker, self.live, metrics, settings)
+        self.away = AwayRequests(picker, self.live, metrics, settings)
+        self.lookaside = Lookaside(self.away, settings, keys)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register VllmEngine, health and reflection."""
+        """Register VllmEngine, Lookaside, health and reflection; requests elsewhere are watched from now on."""
+        self.away.start()
         bodies = self._bodies()
         assert bodies.keys() == METHODS.keys(), "each method of the service has one place that answers it"
         handlers = {name: self._handler(name, body) for name, body in bodies.items()}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        own = grpc.method_handlers_generic_handler(SERVICE, handlers)
+        server.add_generic_rpc_handlers((own, self.lookaside.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(
+            (SERVICE, LOOKASIDE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
+        )
 
     def begin_close(self) -> None:
         """Say that this router no longer serves and end the streams that never end by themselves."""
         self.health.close()
         self.control.end_subscriptions()
+        self.away.close()
 
     def _bodies(self) -> dict[str, Body]:
         one, every = self.control.ask_one, self.control.tell_all

@@ -20,6 +20,8 @@ from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.base import EngineLoad
 from npufleet.cluster.router.errors import BROKE, LOST
 from npufleet.cluster.router.ledger import Ledger
+from npufleet.cluster.router.lookaside.signed import SignedChannel
+from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.probe import HealthProbe, sum_loads
 from npufleet.cluster.router.progress import Breaker, Progress
 from npufleet.cluster.router.settings import RouterSettings
@@ -57,6 +59,8 @@ class Member:
         self.channel: EngineChannel = open_channel(
             settings.transport, endpoint.address, settings.link(), settings.tls
         )
+        if settings.secret is not None:
+            self.channel = SignedChannel(self.channel, TokenMint(settings.secret))
         self.ledger = Ledger(endpoint.engine_id)
         self._settings = settings
         self._on_change = on_change

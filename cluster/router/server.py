@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import grpc
 from prometheus_client import CollectorRegistry
 
-from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.addresses import netloc
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.base import Policy
 from npufleet.cluster.router.front import Front

@@ -19,6 +19,9 @@ class RouterSettings:
     # The link to an engine
     transport: str = DEFAULT_TRANSPORT  # a name of transport/registry.py
     tls: Tls | None = None  # None: engines are reached without TLS
+    secret: bytes | None = field(
+        default=None, repr=False
+    )  # engines of a fleet with one take signed calls only
     keepalive_time: float = 5.0  # a ping goes out after this much silence
     keepalive_timeout: float = 2.0  # and the engine counts as lost when it is not answered within this
     reconnect_backoff: float = 1.0  # the longest pause between two connection attempts

@@ -11,10 +11,11 @@ from pathlib import Path
 import grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.router.envoy.server import EnvoyHandle, serve_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings, Filter
-from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.tls import ServerTls
 
 from .router_fakes import QUICK, FakeEngine, ListSource, endpoint, until
 
@@ -44,7 +45,8 @@ async def envoy_fleet(
     settings: RouterSettings = QUICK,
     policy: str = "round-robin",
     source: ListSource | None = None,
-    mint: TokenMint | None = None,
+    keys: Keys | None = None,
+    tls: ServerTls | None = None,
     picker_timeout: float = 5.0,
 ) -> AsyncIterator[EnvoyFleet]:
     async with AsyncExitStack() as stack:
@@ -55,9 +57,9 @@ async def envoy_fleet(
         source = source or ListSource(*map(endpoint, engines))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="npufleet-envoy-")))
         asked = EnvoySettings(
-            folder=folder, port=0, router=settings, filter=filter, picker_timeout=picker_timeout
+            folder=folder, port=0, router=settings, filter=filter, picker_timeout=picker_timeout, tls=tls
         )
-        router = await serve_envoy(source, asked, policy=policy, mint=mint)
+        router = await serve_envoy(source, asked, policy=policy, keys=keys)
         stack.push_async_callback(router.close, 1.0)
         channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
         stack.push_async_callback(channel.close)

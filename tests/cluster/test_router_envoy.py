@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.router.envoy.server import serve_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings
 
@@ -151,7 +152,8 @@ async def test_what_is_envoys_own_is_not_offered_to_clients():
 @pytest.mark.parametrize("slow", [False, True])
 async def test_without_the_picker_requests_end_with_unavailable(slow: bool):
     engine = FakeEngine(name="a")
-    async with envoy_fleet(engine, picker_timeout=0.3) as f:
+    soon = replace(QUICK, admission=AdmissionSettings(queue_timeout=0.1))
+    async with envoy_fleet(engine, picker_timeout=0.3, settings=soon) as f:
         assert await tokens_of(f.stub.Generate(generate_request(1))) == [6]
         if slow:
             f.router.asked.place = lambda *a: asyncio.sleep(60)

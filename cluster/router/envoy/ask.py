@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import grpc
 
 from npufleet.cluster.addresses import netloc
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.proto.extension import EXTENSION_KEY
 from npufleet.cluster.router.away import Away, AwayRequests
-from npufleet.cluster.router.call import CallError
+from npufleet.cluster.router.call import NO_KEY, CallError
 from npufleet.cluster.router.envoy.binary import from_base64
 from npufleet.cluster.router.envoy.engines import EngineAddresses
 from npufleet.cluster.router.envoy.settings import DESTINATION_KEY, PEER_KEY, PICK_KEY, TOKEN_KEY
@@ -22,6 +23,7 @@ from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics
 from npufleet.cluster.router.picker import RequestInfo
+from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import MODEL_KEY, SERVICE, SESSION_KEY, read_head
 
 _Code = grpc.StatusCode
@@ -48,14 +50,15 @@ class Asked:
         away: AwayRequests,
         engines: EngineAddresses,
         metrics: RouterMetrics,
-        mint: TokenMint | None = None,
-        max_bytes: int = 64 << 20,
+        settings: RouterSettings,
+        keys: Keys,
     ) -> None:
         self.away = away
         self.engines = engines
         self._metrics = metrics
-        self._mint = mint
-        self._max_bytes = max_bytes
+        self._mint = None if settings.secret is None else TokenMint(settings.secret)
+        self._max_bytes = settings.max_request_bytes
+        self._keys = keys
 
     async def place(
         self,
@@ -71,8 +74,12 @@ class Asked:
         method = path.removeprefix(_PREFIX)
         if path == method or method not in ("Generate", "Embed"):
             raise CallError(_Code.UNIMPLEMENTED, f"no engine is picked for {path[:200]}")
+        tenant = self._keys.tenant_of(tuple(headers.items()))
+        if tenant is None:
+            self._metrics.ended(UNKNOWN_MODEL, method, _Code.UNAUTHENTICATED)
+            raise CallError(_Code.UNAUTHENTICATED, NO_KEY)
         try:
-            info = replace(self._info(method, headers, body), excluded=excluded)
+            info = replace(self._info(method, headers, body), excluded=excluded, tenant=tenant)
         except ValueError as error:
             self._metrics.ended(UNKNOWN_MODEL, method, _Code.INVALID_ARGUMENT)
             raise CallError(_Code.INVALID_ARGUMENT, str(error)) from error

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import httptools
 
 from npufleet.cluster.router.call import CallError
@@ -127,7 +128,8 @@ class _Connection(asyncio.Protocol):
             self._answer(b"429 No Engine", text.items(), error.details.encode())
         else:
             if self._transport is None or self._transport.is_closing():
-                return  # the request counts until its deadline at most; nobody is there to be told
+                self._asked.away.ended(placed.away.id, grpc.StatusCode.CANCELLED)  # Envoy has gone on
+                return
             self._answer(b"200 OK", placed.headers)
 
     def _answer(self, status: bytes, headers: Iterable[tuple[str, str]], body: bytes = b"") -> None:

@@ -20,6 +20,7 @@ from npufleet.cluster.router.envoy.settings import (
     EnvoySettings,
 )
 from npufleet.cluster.router.wire import SERVICE, path
+from npufleet.cluster.tls import ServerTls
 
 ENGINES = "engines"
 FRONT = "front"
@@ -220,6 +221,24 @@ def _tls(settings: EnvoySettings) -> dict[str, Any]:
     return {"name": "envoy.transport_sockets.tls", "typed_config": context}
 
 
+def _own_tls(tls: ServerTls) -> dict[str, Any]:
+    """What clients meet on the listener's port."""
+    pair = {"certificate_chain": {"filename": tls.certificate}, "private_key": {"filename": tls.key}}
+    common: dict[str, Any] = {
+        "alpn_protocols": ["h2"],
+        "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"},
+        "tls_certificates": [pair],
+    }
+    if tls.client_ca is not None:
+        common["validation_context"] = {"trusted_ca": {"filename": tls.client_ca}}
+    context = typed(
+        "extensions.transport_sockets.tls.v3.DownstreamTlsContext",
+        common_tls_context=common,
+        require_client_certificate=tls.client_ca is not None,
+    )
+    return {"name": "envoy.transport_sockets.tls", "typed_config": context}
+
+
 def _policy(name: str, config: dict[str, Any]) -> dict[str, Any]:
     extension = {"name": f"envoy.load_balancing_policies.{name}", "typed_config": config}
     return {"policies": [{"typed_extension_config": extension}]}
@@ -251,7 +270,9 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         http_filters=filters.chain(settings),
         access_log=filters.access_logs(settings),
     )
-    chain = {"filters": [{"name": "http", "typed_config": manager}]}
+    chain: dict[str, Any] = {"filters": [{"name": "http", "typed_config": manager}]}
+    if settings.tls is not None:
+        chain["transport_socket"] = _own_tls(settings.tls)
     return {
         "name": "router",
         "address": _socket(settings.host, settings.port),

@@ -11,8 +11,17 @@ from npufleet.cluster.proto import envoy_pb2
 from npufleet.cluster.router.away import AwayRequests
 from npufleet.cluster.router.envoy.engines import EngineAddresses
 from npufleet.cluster.router.envoy.settings import PICK_KEY
+from npufleet.cluster.router.wire import pb as engine_pb
 
 SERVICE = "envoy.service.accesslog.v3.AccessLogService"
+
+_PER_MESSAGE = 5  # bytes that gRPC puts before each message
+TOKEN_BYTES = _PER_MESSAGE + len(
+    engine_pb.GenerateResponse(
+        chunk=engine_pb.GenerateStreamChunk(token_ids=[50_000], prompt_tokens=1000, completion_tokens=200)
+    ).SerializeToString()
+)
+"""Bytes of a usual streamed token: Envoy tells how long an answer was, not how many tokens it had."""
 
 _Code = grpc.StatusCode
 _BY_NUMBER = {code.value[0]: code for code in _Code}
@@ -56,7 +65,8 @@ class AccessLog:
         if last.address and meant is not None and netloc(last.address, last.port_value) != netloc(*meant):
             engine = _Code.UNAVAILABLE  # it could not take the request, another one did
         retries = max(0, common.upstream_request_attempt_count - 1)
-        self._away.ended(away.id, code, engine=engine, retries=retries)
+        tokens = entry.response.response_body_bytes // TOKEN_BYTES
+        self._away.ended(away.id, code, engine=engine, retries=retries, tokens=tokens)
 
 
 def client_code(entry: envoy_pb2.HttpEntry) -> grpc.StatusCode:

@@ -17,6 +17,7 @@ _TYPE = "type.googleapis.com/envoy.extensions"
 _AUTHZ = "envoy.filters.http.ext_authz"
 _PROC = "envoy.filters.http.ext_proc"
 _LUA = "envoy.filters.http.lua"
+_ASKED = ("grpc-timeout", "grpc-encoding", "authorization", "x-api-key")
 _CHOSEN = (DESTINATION_KEY, PICK_KEY, TOKEN_KEY)
 
 # The first answer of an engine ends the wait for a prompt: the picker's loads and paces need that moment.
@@ -111,14 +112,12 @@ def _authz(settings: EnvoySettings) -> dict[str, Any]:
         "status_on_error": {"code": "ServiceUnavailable"},
         "validate_mutations": True,
         "with_request_body": {"max_request_bytes": most, "allow_partial_message": False},
-        "allowed_headers": {
-            "patterns": [{"prefix": "x-npufleet-"}, {"exact": "grpc-timeout"}, {"exact": "grpc-encoding"}]
-        },
+        "allowed_headers": {"patterns": [{"prefix": "x-npufleet-"}, *_exact(*_ASKED)["patterns"]]},
         "http_service": {
             "server_uri": {
                 "uri": "http://picker",
                 "cluster": "picker-http",
-                "timeout": f"{settings.picker_timeout:.3f}s",
+                "timeout": f"{settings.patience:.3f}s",
             },
             "authorization_response": {
                 "allowed_upstream_headers": _exact(*_CHOSEN, "grpc-timeout"),
@@ -136,7 +135,7 @@ def _proc(settings: EnvoySettings) -> dict[str, Any]:
         "@type": f"{_TYPE}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker-grpc"}, "timeout": "0s"},
         "failure_mode_allow": False,
-        "message_timeout": f"{settings.picker_timeout:.3f}s",
+        "message_timeout": f"{settings.patience:.3f}s",
         "processing_mode": {
             "request_header_mode": "SEND",
             "request_body_mode": "FULL_DUPLEX_STREAMED",

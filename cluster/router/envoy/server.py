@@ -1,16 +1,18 @@
-"""Start a router whose data plane is Envoy, in the running event loop."""
+"""Start a router whose data plane is Envoy, or one that other gateways ask, in the running event loop."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from npufleet.cluster.addresses import netloc
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.away import AwayRequests
 from npufleet.cluster.router.base import Policy
@@ -22,11 +24,12 @@ from npufleet.cluster.router.envoy.engines import EngineAddresses
 from npufleet.cluster.router.envoy.picker_health import PickerHealth
 from npufleet.cluster.router.envoy.process import EnvoyProcess
 from npufleet.cluster.router.envoy.settings import EnvoySettings
-from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.registry import DEFAULT_POLICY
 from npufleet.cluster.router.server import RouterHandle, serve_router, server_options
+from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.tls import ServerTls
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +40,6 @@ class EnvoyHandle:
 
     host: str
     router: RouterHandle
-    away: AwayRequests
     asked: Asked
     authz: AuthzServer
     envoy: EnvoyProcess | None  # None: somebody else runs Envoy
@@ -58,6 +60,11 @@ class EnvoyHandle:
     def picker(self) -> Picker:
         """What chooses."""
         return self.router.picker
+
+    @property
+    def away(self) -> AwayRequests:
+        """The requests that Envoy carries now."""
+        return self.router.front.away
 
     @property
     def metrics(self) -> RouterMetrics:
@@ -81,45 +88,44 @@ async def serve_envoy(
     *,
     policy: str | Policy = DEFAULT_POLICY,
     registry: CollectorRegistry | None = None,
-    mint: TokenMint | None = None,
+    keys: Keys | None = None,
     run: bool = True,
 ) -> EnvoyHandle:
     """Start a router over ``source`` and Envoy before it; both serve until the handle's ``close``.
 
-    ``settings.folder`` must exist and be the router's own: whoever can write there chooses the engines.
-    ``mint`` signs tokens for a fleet with a secret. Without ``run`` everything but Envoy itself is started.
+    ``settings.folder`` must exist and be the router's own: whoever can write there chooses the engines. With
+    ``keys`` each call must carry one. Without ``run`` everything but Envoy itself is started.
     OSError where a socket or the port cannot be had, ValueError without an Envoy or for an unknown policy.
     """
     envoy = EnvoyProcess(settings) if run else None  # first: it may not be installed
+    keys = keys or Keys(())
     async with AsyncExitStack() as parts:
-        with suppress(FileNotFoundError):
-            settings.front.unlink()
+        _free(settings.front)
         router = await serve_router(
-            source, host=f"unix:{settings.front}", policy=policy, registry=registry, settings=settings.router
+            source,
+            host=f"unix:{settings.front}",
+            policy=policy,
+            registry=registry,
+            settings=settings.router,
+            keys=keys,
         )
         parts.push_async_callback(router.close, 0.0)
-        away = AwayRequests(router.picker, router.front.live, router.metrics, settings.router)
-        away.start()
-        parts.callback(away.close)
-        engines = EngineAddresses(router.picker.pool, settings.engines)
-        await engines.start()
-        parts.push_async_callback(engines.close)
-        asked = Asked(away, engines, router.metrics, mint, settings.router.max_request_bytes)
+        asked = await _desk(router, settings.router, keys, settings.engines, parts)
         authz = AuthzServer(asked, settings.authz, settings.router.max_request_bytes)
         await authz.start()
         parts.push_async_callback(authz.close)
         handlers = [
-            AccessLog(away, engines).handler(),
+            AccessLog(asked.away, asked.engines).handler(),
             EndpointPicker(asked, settings.router.max_request_bytes).handler(),
         ]
-        server = await _serve_grpc(settings, handlers, PickerHealth(router.picker.pool))
+        _free(settings.picker)
+        server = await _serve(f"unix:{settings.picker}", handlers, router.picker, settings.router, None)
         parts.push_async_callback(server.stop, 0.0)
         if envoy is not None:
             await envoy.start()
         handle = EnvoyHandle(
             host=settings.host,
             router=router,
-            away=away,
             asked=asked,
             authz=authz,
             envoy=envoy,
@@ -130,15 +136,62 @@ async def serve_envoy(
     return handle
 
 
-async def _serve_grpc(
-    settings: EnvoySettings, handlers: list[grpc.GenericRpcHandler], health: PickerHealth
+async def serve_endpoint_picker(
+    router: RouterHandle,
+    settings: RouterSettings,
+    address: str,
+    *,
+    keys: Keys | None = None,
+    tls: ServerTls | None = None,
+) -> AsyncExitStack:
+    """Offer the Endpoint Picker of a running router on ``address`` (host:port) to gateways elsewhere, until the
+    answer is closed.
+
+    Gateways must be trusted: they tell how requests have gone, and with ``keys`` they pass on whose they are.
+    OSError where the address cannot be had.
+    """
+    async with AsyncExitStack() as parts:
+        asked = await _desk(router, settings, keys or Keys(()), None, parts)
+        handlers = [EndpointPicker(asked, settings.max_request_bytes).handler()]
+        server = await _serve(address, handlers, router.picker, settings, tls)
+        parts.push_async_callback(server.stop, 0.0)
+        _log.info("the Endpoint Picker listens on %s", address)
+        return parts.pop_all()
+
+
+async def _desk(
+    router: RouterHandle, settings: RouterSettings, keys: Keys, file: Path | None, parts: AsyncExitStack
+) -> Asked:
+    """What answers for ``router`` whoever asks; it ends with ``parts``."""
+    engines = EngineAddresses(router.picker.pool, file)
+    await engines.start()
+    parts.push_async_callback(engines.close)
+    return Asked(router.front.away, engines, router.metrics, settings, keys)
+
+
+async def _serve(
+    address: str,
+    handlers: list[grpc.GenericRpcHandler],
+    picker: Picker,
+    settings: RouterSettings,
+    tls: ServerTls | None,
 ) -> grpc.aio.Server:
-    """What Envoy asks over gRPC."""
-    with suppress(FileNotFoundError):
-        settings.picker.unlink()
-    server = grpc.aio.server(options=server_options(settings.router, reuse_port=False))
+    server = grpc.aio.server(options=server_options(settings, reuse_port=False))
     server.add_generic_rpc_handlers(tuple(handlers))
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    server.add_insecure_port(f"unix:{settings.picker}")
+    health_pb2_grpc.add_HealthServicer_to_server(PickerHealth(picker.pool), server)
+    try:
+        if tls is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, tls.credentials())
+    except RuntimeError as error:
+        await server.stop(None)
+        raise OSError(f"the Endpoint Picker cannot listen on {address}: {error}") from error
     await server.start()
     return server
+
+
+def _free(where: Path) -> None:
+    """Remove the socket that a router before this one left."""
+    with suppress(FileNotFoundError):
+        where.unlink()

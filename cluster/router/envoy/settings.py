@@ -9,6 +9,7 @@ from pathlib import Path
 from npufleet.cluster.router.lookaside.tokens import TOKEN_KEY
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import PEER_KEY
+from npufleet.cluster.tls import ServerTls
 
 __all__ = ["DESTINATION_KEY", "PEER_KEY", "PICK_KEY", "TOKEN_KEY", "EnvoySettings", "Filter"]
 
@@ -36,7 +37,8 @@ class EnvoySettings:
     port: int = 50051
     router: RouterSettings = field(default_factory=RouterSettings)
     filter: Filter = Filter.EXT_AUTHZ
-    picker_timeout: float = 5.0  # seconds; a picker that takes longer counts as away
+    tls: ServerTls | None = None  # of the port that clients connect to
+    picker_timeout: float = 5.0  # seconds beyond a wait for room after which the picker counts as away
     connect_timeout: float = 2.0
     stream_window: int = 1 << 20  # bytes of one stream that are on their way at most
     connection_window: int = 16 << 20
@@ -51,6 +53,11 @@ class EnvoySettings:
             raise ValueError(
                 f"the folder {self.folder} is too long for Unix sockets in it (108 bytes at most, sun_path of unix(7))"
             )
+
+    @property
+    def patience(self) -> float:
+        """Seconds that Envoy waits for an engine: the picker may let a request wait for room."""
+        return self.picker_timeout + self.router.admission.queue_timeout
 
     @property
     def front(self) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jwt
@@ -20,7 +21,7 @@ _ALGORITHM = "HS256"
 _ISSUER = "npufleet-router"
 _FLEET = "npufleet:engines"
 _OWN_SECONDS = 60.0  # life of the router's own tokens
-_LEEWAY = 2.0  # seconds by which clocks of two nodes may differ
+LEEWAY = 2.0  # seconds by which clocks of two nodes may differ
 _SHORTEST = 32  # bytes of a secret: as many as the hash has (RFC 7518, 3.2)
 
 
@@ -72,20 +73,28 @@ class TokenMint:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
 
-def check_token(token: str, secret: bytes, engine_id: str) -> None:
-    """Raise :class:`TokenError` unless ``token`` lets a call of ``engine_id`` begin now."""
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What a good token says."""
+
+    route: str | None  # the one route it is for; None: it is the router's own
+    expires: float  # seconds since the epoch after which it is not accepted any more
+
+
+def check_token(token: str, secret: bytes, engine_id: str) -> Claims:
+    """What ``token`` says; :class:`TokenError` unless it lets a call of ``engine_id`` begin now."""
     if not token:
         raise TokenError(
             f"this engine takes calls with a token only (metadata {TOKEN_KEY!r}); ask the router for one"
         )
     try:
-        jwt.decode(
+        found = jwt.decode(
             token,
             secret,
             algorithms=[_ALGORITHM],
             audience=[engine_id, _FLEET],
             issuer=_ISSUER,
-            leeway=_LEEWAY,
+            leeway=LEEWAY,
             options={"require": ["exp", "aud", "iss"]},
         )
     except jwt.ExpiredSignatureError as error:
@@ -94,3 +103,8 @@ def check_token(token: str, secret: bytes, engine_id: str) -> None:
         raise TokenError(f"the token is not for engine {engine_id!r}", foreign=True) from error
     except jwt.InvalidTokenError as error:
         raise TokenError(f"the token is not valid: {error}") from error
+    if found["aud"] == _FLEET:
+        return Claims(route=None, expires=found["exp"] + LEEWAY)
+    if not isinstance(found.get("jti"), str):
+        raise TokenError("the token is not valid: it names no route")
+    return Claims(route=found["jti"], expires=found["exp"] + LEEWAY)
