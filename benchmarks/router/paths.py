@@ -47,7 +47,7 @@ WAYS = (
     Way(
         name="npufleet router behind Envoy",
         speaks="grpc",
-        command=f"{_ROUTER} --front envoy",
+        command=f"{_ROUTER} --data-plane envoy",
         each="--engine {grpc}",
     ),
     Way(

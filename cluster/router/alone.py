@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -14,16 +15,19 @@ from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.admission.tenants import Keys, read_key_file
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.command import add_engines, stop_asked
+from npufleet.cluster.router.envoy import command as envoy
+from npufleet.cluster.router.envoy.server import serve_endpoint_picker
+from npufleet.cluster.router.lookaside.tokens import read_secret
 from npufleet.cluster.router.pool import StaticSource
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
-from npufleet.cluster.router.server import serve_router
+from npufleet.cluster.router.server import RouterHandle, serve_router
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.sources import DnsSource, FileSource, NamedBySelf, endpoints_of
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, known_transports
 
-LOOPBACK = "127.0.0.1"
+DATA_PLANES = ("grpcio", "envoy")
 EPILOG = """\
 examples:
   npufleet route --engine grpc://10.0.0.1:50051 --engine grpc://10.0.0.2:50051
@@ -57,12 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gRPC client towards engines (default %(default)s)",
     )
     parser.add_argument(
-        "--front",
-        default="grpcio",
-        choices=("grpcio", "envoy"),
+        "--data-plane",
+        default=DATA_PLANES[0],
+        choices=DATA_PLANES,
         help="what clients connect to: our own gRPC server, or Envoy with our picker (default %(default)s)",
     )
-    parser.add_argument("--envoy-workers", type=int, default=1, metavar="N", help="threads of Envoy")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
     parser.add_argument(
         "--grace", type=float, default=30.0, help="seconds for running calls to end on SIGTERM"
@@ -70,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reuse-port", action="store_true", help="share the port with other routers on this machine"
     )
+    parser.add_argument(
+        "--endpoint-picker",
+        metavar="HOST:PORT",
+        help="also answer gateways that speak the Endpoint Picker Protocol (ext_proc) here",
+    )
+    envoy.add_arguments(parser)
     _add_safety(parser)
 
 
@@ -83,6 +92,9 @@ def _add_safety(parser: argparse.ArgumentParser) -> None:
     safety.add_argument("--engine-cert", type=Path, metavar="FILE", help="what this router shows to engines")
     safety.add_argument("--engine-key", type=Path, metavar="FILE", help="its key")
     safety.add_argument("--engine-name", metavar="NAME", help="name in the engines' certificates")
+    safety.add_argument(
+        "--secret", metavar="FILE", help="the fleet's secret: calls to engines are signed with it"
+    )
     safety.add_argument(
         "--ttft-objective",
         type=float,
@@ -142,36 +154,44 @@ async def serve(args: argparse.Namespace) -> None:
     admission = AdmissionSettings(
         ttft_objective=args.ttft_objective, engine_slots=args.engine_slots, max_queue=args.max_queue
     )
+    settings = RouterSettings(
+        transport=args.transport,
+        tls=tls,
+        admission=admission,
+        secret=read_secret(args.secret) if args.secret else None,
+    )
+    if args.envoy_config:
+        print(envoy.configuration(args, settings, own), end="")
+        return
     registry = CollectorRegistry()
     stop = stop_asked()
-    enveloped = args.front == "envoy"
     keys = Keys(read_key_file(args.api_keys, "--api-keys"))
-    handle = await serve_router(
-        source_of(args, tls),
-        host=LOOPBACK if enveloped else args.host,
-        port=0 if enveloped else args.port,
-        policy=args.policy,
-        registry=registry,
-        settings=RouterSettings(transport=args.transport, tls=tls, admission=admission),
-        reuse_port=args.reuse_port,
-        keys=keys,
-        tls=None if enveloped else own,
-    )
-    if args.metrics_port is not None:
-        start_http_server(args.metrics_port, addr=args.host, registry=registry)
-    if enveloped:
-        from npufleet.cluster.envoy.start import serve_envoy
-
-        front = await serve_envoy(
-            handle, host=args.host, port=args.port, keys=keys, tls=own, workers=args.envoy_workers
-        )
-        print(f"router listens on {front.address}", flush=True)
-        await stop.wait()
-        await front.envoy.close(args.grace)
-    else:
+    source = source_of(args, tls)
+    async with AsyncExitStack() as running:
+        handle: RouterHandle | envoy.OwnFolder
+        if args.data_plane == "envoy":
+            handle = await envoy.start(args, source, settings, keys, own, registry)
+            router = handle.handle.router
+        else:
+            router = handle = await serve_router(
+                source,
+                host=args.host,
+                port=args.port,
+                policy=args.policy,
+                registry=registry,
+                settings=settings,
+                reuse_port=args.reuse_port,
+                keys=keys,
+                tls=own,
+            )
+        running.push_async_callback(handle.close, args.grace)
+        if args.endpoint_picker is not None:
+            picker = await serve_endpoint_picker(router, settings, args.endpoint_picker, keys=keys, tls=own)
+            running.push_async_callback(picker.aclose)
+        if args.metrics_port is not None:
+            start_http_server(args.metrics_port, addr=args.host, registry=registry)
         print(f"router listens on {handle.address}", flush=True)
         await stop.wait()
-    await handle.close(args.grace)
 
 
 def main(args: argparse.Namespace) -> int:

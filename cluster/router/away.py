@@ -33,6 +33,7 @@ class Away:
     """One request under way."""
 
     id: str
+    via: str  # who carries it
     method: str
     info: RequestInfo
     lease: Lease
@@ -78,9 +79,10 @@ class AwayRequests:
             self.ended(request_id, grpc.StatusCode.CANCELLED)
 
     async def place(
-        self, method: str, info: RequestInfo, *, peer: str = "", deadline: float | None = None
+        self, method: str, info: RequestInfo, *, via: str, peer: str = "", deadline: float | None = None
     ) -> Away:
-        """Lease the engine of a request of ``method``; ``deadline`` is in seconds from now.
+        """Lease the engine of a request of ``method`` that goes ``via`` somebody; ``deadline`` is in seconds from
+        now.
 
         Raises :class:`NoEngine`, which is counted as the request's end.
         """
@@ -104,6 +106,7 @@ class AwayRequests:
         longest = self._settings.request_timeout if deadline is None else deadline
         away = Away(
             id=secrets.token_hex(8),
+            via=via,
             method=method,
             info=info,
             lease=lease,
@@ -114,6 +117,11 @@ class AwayRequests:
         )
         self._open[away.id] = away
         return away
+
+    def forget(self, via: str) -> None:
+        """Whoever carried them is gone, and all requests with it."""
+        for request_id in [away.id for away in self._open.values() if away.via == via]:
+            self.ended(request_id, grpc.StatusCode.UNAVAILABLE, engine=grpc.StatusCode.CANCELLED)
 
     def get(self, request_id: str) -> Away | None:
         """The request of that id, while it is under way."""

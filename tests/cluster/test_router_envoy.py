@@ -14,11 +14,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from npufleet.cluster.admission.settings import AdmissionSettings
+from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.router.envoy.server import serve_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings
+from npufleet.cluster.tls import ServerTls
+from npufleet.cluster.transport.base import Tls
 
+from .certificates import Authority
 from .envoy_fakes import envoy_fleet
 from .router_fakes import MODEL, QUICK, FakeEngine, ListSource, endpoint, generate_request, tokens_of, until
 
@@ -309,9 +314,15 @@ async def test_a_stop_lets_running_streams_end():
 
 
 async def test_an_envoy_that_dies_is_started_again():
-    async with envoy_fleet(FakeEngine(name="a")) as f:
+    engine = FakeEngine(name="a", delay=60)
+    async with envoy_fleet(engine) as f:
+        running = f.stub.Generate(generate_request(2))
+        await until(lambda: engine.seen)
+        engine.delay = 0
         pid = f.router.envoy.pid
         os.kill(pid, signal.SIGKILL)
+        assert (await error_of(running)).code() is Code.UNAVAILABLE
+        await until(lambda: not len(f.router.away))
         await until(lambda: f.router.envoy.pid not in (None, pid), 20)
         call = f.stub.Generate(generate_request(2), wait_for_ready=True, timeout=20)
         assert await tokens_of(call) == [6, 7]
@@ -326,3 +337,45 @@ async def test_an_envoy_that_cannot_start_says_why(tmp_path: Path):
             await serve_envoy(ListSource(), settings)
     with pytest.raises(ValueError, match="not a program"):
         await serve_envoy(ListSource(), EnvoySettings(folder=tmp_path, binary=str(tmp_path)[:3] + "nowhere"))
+
+
+async def test_admission_and_keys_hold_before_envoy_too():
+    settings = replace(QUICK, admission=AdmissionSettings(engine_slots=1, max_queue=1))
+    engine = FakeEngine(name="a", delay=60)
+    async with envoy_fleet(engine, settings=settings, keys=Keys(["good tenant=t"])) as f:
+        own = {"metadata": (("authorization", "Bearer good"),)}
+        stranger = await error_of(f.stub.Generate(generate_request(1)))
+        assert stranger.code() is Code.UNAUTHENTICATED and "API key" in stranger.details()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await f.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert caught.value.code() is Code.UNAUTHENTICATED
+        running = [f.stub.Generate(generate_request(1, request_id=f"r{i}"), **own) for i in range(2)]
+        gate = f.router.picker.gate
+        await until(lambda: len(engine.seen) == 1 and gate.waiting(MODEL) == 1)
+        assert "authorization" not in engine.metadata[0]
+        full = await error_of(f.stub.Generate(generate_request(1), **own))
+        assert full.code() is Code.RESOURCE_EXHAUSTED
+        for call in running:
+            call.cancel()
+        await until(lambda: engine.cancelled and not gate.waiting(MODEL) and not len(f.router.away))
+        assert f.router.picker.pool.member("a").load().in_flight == 0
+
+
+async def test_tls_at_the_door_and_towards_engines(tmp_path: Path):
+    authority = Authority(tmp_path)
+    own, client = authority.sign("router.test"), authority.sign("client.test")
+    door = ServerTls(certificate=str(own.certificate), key=str(own.key), client_ca=str(authority.ca))
+    there = authority.sign("engine.test")
+    engine = FakeEngine(name="a", credentials=(authority.ca, there.certificate, there.key, True))
+    link = Tls(ca=authority.ca, certificate=client.certificate, key=client.key, server_name="engine.test")
+    async with envoy_fleet(engine, settings=replace(QUICK, tls=link), tls=door) as f:
+        shown = (client.key.read_bytes(), client.certificate.read_bytes())
+        options = [("grpc.ssl_target_name_override", "router.test"), ("grpc.use_local_subchannel_pool", 1)]
+        for pair, allowed in ((shown, True), ((None, None), False)):
+            credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes(), *pair)
+            async with grpc.aio.secure_channel(f.router.address, credentials, options=options) as channel:
+                call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(generate_request(2))
+                if allowed:
+                    assert await tokens_of(call) == [6, 7]
+                else:
+                    assert (await error_of(call)).code() is Code.UNAVAILABLE

@@ -29,6 +29,7 @@ from npufleet.cluster.router.wire import MODEL_KEY, SERVICE, SESSION_KEY, read_h
 _Code = grpc.StatusCode
 _PREFIX = f"/{SERVICE}/"
 _FRAME = 5  # bytes before a gRPC message: compressed or not, its length (gRPC over HTTP/2, "Length-Prefixed-Message")
+VIA = "envoy"
 _MARGIN = 0.05  # seconds that an engine has more than its client
 _LONGEST = 86400.0  # seconds; fits the eight digits of a grpc-timeout in milliseconds
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -85,7 +86,9 @@ class Asked:
             raise CallError(_Code.INVALID_ARGUMENT, str(error)) from error
         timeout = read_timeout(headers.get("grpc-timeout", ""))
         try:
-            away = await self.away.place(method, info, peer=headers.get(PEER_KEY, ""), deadline=timeout)
+            away = await self.away.place(
+                method, info, via=VIA, peer=headers.get(PEER_KEY, ""), deadline=timeout
+            )
         except NoEngine as error:
             raise CallError.from_no_engine(error) from error
         placed = self._headers(away)

@@ -157,7 +157,7 @@ def _who() -> dict[str, Any]:
     return {
         "@type": f"{_TYPE}.filters.http.header_mutation.v3.HeaderMutation",
         "mutations": {
-            "request_mutations": [{"remove": PEER_KEY}],
+            "request_mutations": [{"remove": key} for key in (PEER_KEY, "authorization", "x-api-key")],
             "response_trailers_mutations": [{"append": engine}],
         },
     }

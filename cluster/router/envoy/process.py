@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +53,10 @@ def find_envoy(given: str = "") -> str:
 class EnvoyProcess:
     """One Envoy. All methods belong to one event loop."""
 
-    def __init__(self, settings: EnvoySettings) -> None:
+    def __init__(self, settings: EnvoySettings, on_gone: Callable[[], None] = lambda: None) -> None:
+        """``on_gone()`` is called when it has ended by itself, and all requests with it."""
         self._settings = settings
+        self._on_gone = on_gone
         self._program = find_envoy(settings.binary)
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -138,6 +141,7 @@ class EnvoyProcess:
             assert self._process is not None
             code = await self._process.wait()
             _log.error("Envoy ended with %d; starting it again in %g s", code, pause)
+            self._on_gone()
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, 2 * pause)
             self.restarts += 1

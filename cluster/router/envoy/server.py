@@ -16,13 +16,13 @@ from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.away import AwayRequests
 from npufleet.cluster.router.base import Policy
-from npufleet.cluster.router.envoy.ask import Asked
+from npufleet.cluster.router.envoy.ask import VIA, Asked
 from npufleet.cluster.router.envoy.authz import AuthzServer
 from npufleet.cluster.router.envoy.ended import AccessLog
 from npufleet.cluster.router.envoy.endpoint_picker import EndpointPicker
 from npufleet.cluster.router.envoy.engines import EngineAddresses
 from npufleet.cluster.router.envoy.picker_health import PickerHealth
-from npufleet.cluster.router.envoy.process import EnvoyProcess
+from npufleet.cluster.router.envoy.process import EnvoyProcess, find_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Picker
@@ -97,7 +97,10 @@ async def serve_envoy(
     ``keys`` each call must carry one. Without ``run`` everything but Envoy itself is started.
     OSError where a socket or the port cannot be had, ValueError without an Envoy or for an unknown policy.
     """
-    envoy = EnvoyProcess(settings) if run else None  # first: it may not be installed
+    if run:
+        find_envoy(settings.binary)  # before anything is started
+    if settings.tls is not None:
+        settings.tls.check()
     keys = keys or Keys(())
     async with AsyncExitStack() as parts:
         _free(settings.front)
@@ -121,7 +124,9 @@ async def serve_envoy(
         _free(settings.picker)
         server = await _serve(f"unix:{settings.picker}", handlers, router.picker, settings.router, None)
         parts.push_async_callback(server.stop, 0.0)
-        if envoy is not None:
+        envoy = None
+        if run:
+            envoy = EnvoyProcess(settings, lambda: asked.away.forget(VIA))
             await envoy.start()
         handle = EnvoyHandle(
             host=settings.host,

@@ -56,7 +56,9 @@ class Lookaside:
         longest = self._settings.request_timeout
         lasts = min(request.timeout_seconds or longest, longest)
         try:
-            away = await self._away.place("Generate", info, peer=context.peer(), deadline=lasts)
+            away = await self._away.place(
+                "Generate", info, via="lookaside", peer=context.peer(), deadline=lasts
+            )
         except NoEngine as error:
             told = CallError.from_no_engine(error)
             await context.abort(told.code, told.details, told.trailing)

@@ -1,1 +1,0 @@
-"""Envoy as the router's data plane: it carries the bytes, our picker decides where they go."""
