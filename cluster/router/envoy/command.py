@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +107,9 @@ async def start(
     if args.envoy == NONE and own is not None:
         raise ValueError(f"--envoy {NONE} needs the --envoy-folder that Envoy's configuration names")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
+    async with AsyncExitStack() as undo:
+        if own is not None:
+            undo.callback(shutil.rmtree, own, ignore_errors=True)
         handle = await serve_envoy(
             source,
             settings_of(args, folder, router, tls),
@@ -115,8 +118,5 @@ async def start(
             keys=keys,
             run=args.envoy != NONE,
         )
-    except BaseException:
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
-        raise
+        undo.pop_all()
     return OwnFolder(handle=handle, _folder=own)
