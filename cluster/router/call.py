@@ -12,7 +12,14 @@ import grpc
 from npufleet.cluster.admission.tenants import ANYONE, Keys, Tenant
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
-from npufleet.cluster.router.wire import ENGINE_KEY, MODEL_KEY, PEER_KEY, SESSION_KEY
+from npufleet.cluster.router.wire import (
+    ENGINE_KEY,
+    MODEL_KEY,
+    PEER_KEY,
+    SESSION_KEY,
+    NotAMessage,
+    check_message,
+)
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -117,6 +124,7 @@ def handler(
         code = grpc.StatusCode.UNKNOWN  # what grpc.aio answers if something unforeseen leaves this function
         try:
             call.tenant = _tenant(method, call, keys)
+            check_message(method, raw)
             result = await body(raw, call)
             code = grpc.StatusCode.OK
             return result
@@ -126,6 +134,9 @@ def handler(
         except CallError as error:
             code = error.code
             await _end(context, error)
+        except NotAMessage as error:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            await _end(context, CallError(code, str(error)))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():

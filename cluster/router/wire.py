@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
@@ -87,12 +88,24 @@ def answered_tokens(last: bytes, messages: int) -> int:
     return answer.complete.completion_tokens or messages
 
 
+class NotAMessage(ValueError):
+    """The bytes are no message of the kind that a method takes."""
+
+
+def check_message(method: str, raw: bytes) -> None:
+    """Raise :class:`NotAMessage` where ``raw`` is no request of ``method``: an engine would answer with a fault of its
+    own. Generate and Embed are read anyway, by :func:`read_head`.
+    """
+    if method not in ("Generate", "Embed"):
+        parse(GetMessageClass(METHODS[method].input_type), raw)
+
+
 def parse(kind: type[M], raw: bytes) -> M:
     """``raw`` as a message of ``kind``; ValueError where it is not one."""
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise ValueError(f"the request is not a {kind.DESCRIPTOR.full_name} message: {error}") from error
+        raise NotAMessage(f"the request is not a {kind.DESCRIPTOR.full_name} message: {error}") from error
 
 
 def with_request_id(raw: bytes, request_id: str) -> bytes:

@@ -50,6 +50,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     time_left: list[float | None] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)  # Generate calls that have not ended
     aborted: list[str] = field(default_factory=list)
     flushed: int = 0
     server: grpc.aio.Server | None = None
@@ -85,6 +86,8 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
             await context.send_initial_metadata((("x-fake", self.name),))
         base = sum(request.tokenized.input_ids) or len(request.text)
         count = request.sampling_params.max_tokens
+        me = len(self.seen)
+        self.running.add(me)
         try:
             for i in range(count):
                 if self.delay:
@@ -99,6 +102,8 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         except (asyncio.CancelledError, GeneratorExit):  # grpc.aio ends a handler in either way
             self.cancelled.append(request.request_id)
             raise
+        finally:
+            self.running.discard(me)
         done = pb.GenerateComplete(finish_reason="length", completion_tokens=count)
         context.set_trailing_metadata((("x-fake-done", str(count)),))
         yield pb.GenerateResponse(complete=done)
