@@ -1,4 +1,4 @@
-"""The command line: ``npufleet serve | status | stop | plan | route | node | doctor | virtual-npu | version``.
+"""The command line: ``npufleet serve | status | stop | plan | route | node | doctor | sim-engine | …``.
 
 Nothing heavy is imported until a command needs it, so that help and errors come at once.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from .config import DEVICES
 from .doctor.command import add_arguments as add_doctor_arguments
 from .plan.command import add_arguments as add_plan_arguments
+from .sim.command import add_arguments as add_sim_arguments
 from .targets import DEMO_QUESTION
 from .topology.command import add_arguments as add_node_arguments
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add_node_arguments(commands)
     _route_arguments(commands)
     add_doctor_arguments(commands)
+    add_sim_arguments(commands)
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
     virtual.add_argument("action", choices=("enable", "disable", "status"))
     commands.add_parser("version", help="versions of npufleet and of what it stands on")
@@ -180,6 +182,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _sim_engine(args: argparse.Namespace) -> int:
+    from .sim.command import run
+
+    return run(args)
+
+
 def _virtual_npu(args: argparse.Namespace) -> int:
     import subprocess
 
@@ -209,6 +217,7 @@ _COMMANDS = {
     "node": _node,
     "route": _route,
     "doctor": _doctor,
+    "sim-engine": _sim_engine,
     "virtual-npu": _virtual_npu,
     "version": _version,
 }

@@ -7,8 +7,11 @@ process's environment, so they are set here for the whole process.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib
 import os
+import shutil
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from .. import env
@@ -61,20 +64,26 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from .args import engine_part
     from .executor import FleetExecutor
 
     args = AsyncEngineArgs(
-        **{**engine_part(model.engine), **_bound(model, plan)},
+        **{**_engine_arguments(model), **_bound(model, plan)},
         model=model.source,
         served_model_name=[model.name],
         distributed_executor_backend=FleetExecutor,
         max_logprobs=MAX_LOGPROBS,
+        kv_events_config=model.engine.get("kv_events_config") or _kv_events(model),
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     config.parallel_config.placement_group = group
     config.parallel_config.ray_runtime_env = _worker_environment()
     return AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _engine_arguments(model: ModelConfig) -> dict[str, Any]:
+    from .args import engine_part
+
+    return {name: value for name, value in engine_part(model.engine).items() if name != "kv_events_config"}
 
 
 def _bound(model: ModelConfig, plan: Plan) -> dict[str, Any]:
@@ -85,6 +94,27 @@ def _bound(model: ModelConfig, plan: Plan) -> dict[str, Any]:
     if None in npus:
         return {}
     return {"additional_config": {**(model.engine.get("additional_config") or {}), "npus": npus}}
+
+
+def _kv_events(model: ModelConfig) -> Any:
+    """Return the settings that make vLLM publish its KV events to the engine's own service, or None where it
+    shall not.
+
+    Unix sockets in a folder of this user's, so that nothing listens on the network. vLLM gives ranks beyond the
+    first a TCP port of their own, so engines with several data-parallel ranks publish only what their user sets.
+    """
+    from vllm.config.kv_events import KVEventsConfig
+
+    if model.engine.get("enable_prefix_caching") is False or model.engine.get("data_parallel_size", 1) != 1:
+        return None
+    folder = tempfile.mkdtemp(prefix="npufleet-kv-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"ipc://{folder}/events",
+        replay_endpoint=f"ipc://{folder}/replay",
+    )
 
 
 def _worker_environment() -> Any:

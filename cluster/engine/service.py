@@ -85,6 +85,7 @@ class EngineServer:
         cut = self.service.active
         if cut:
             logger.warning("%d streams still open after %.1f s of drain are cut", cut, deadline_s)
+        await self.service.stop_events()
         await self._server.stop(grace=0.1)
         return cut
 
@@ -124,6 +125,7 @@ async def serve_engine(
         bound = server.add_insecure_port(target)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {target} for the engine service: {error}") from error
+    service.start_events()
     await server.start()
     logger.info("engine service %s on %s", SERVICE_NAME, f"{host}:{bound}")
     return EngineServer(server, service, health, host, bound)

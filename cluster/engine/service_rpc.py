@@ -12,14 +12,18 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_servicer.vllm.kv_events import rank_sources_for
 from smg_grpc_servicer.vllm.servicer import VllmEngineServicer
 
 from ..proto.extension import ExtensionError, from_metadata
 from ..proto.features import advertise
+from .kv_events import KvEventHub, SlowSubscriber
 from .view import EXTENSION, EngineView
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -62,6 +66,20 @@ class EngineService(VllmEngineServicer):
         self.idle.set()
         self.last_request = 0.0  # seconds since the epoch, 0 before the first
         self._headers = advertise({"max_logprobs": async_llm.model_config.max_logprobs})
+        self.events: KvEventHub | None = None
+
+    def start_events(self) -> None:
+        """Begin to relay the engine's KV events, if it publishes any; before its first request."""
+        config = self._kv_events_config
+        if config is not None:
+            sources = rank_sources_for(config, self.engine)
+            self.events = KvEventHub(sources, self._load_record, topic=str(config.topic or ""))
+            self.events.start()
+
+    async def stop_events(self) -> None:
+        """End all subscriptions."""
+        if self.events is not None:
+            await self.events.close()
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -109,6 +127,28 @@ class EngineService(VllmEngineServicer):
         info.uptime_seconds = time.time() - self.start_time
         info.last_receive_timestamp = self.last_request
         return info
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+        """What the prefix cache holds, then each change, with the engine's load beside.
+
+        UNIMPLEMENTED where the engine publishes no events; OUT_OF_RANGE for a cursor: a subscription begins
+        with a snapshot instead; DATA_LOSS for a subscriber that does not keep up.
+        """
+        if self.events is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine publishes no KV cache events")
+            return
+        if request.start_sequence_number:
+            await context.abort(
+                grpc.StatusCode.OUT_OF_RANGE, "subscribe from 0: the cache's state comes first"
+            )
+        try:
+            async with aclosing(self.events.subscribe()) as batches:
+                async for batch in batches:
+                    yield batch
+        except SlowSubscriber as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, f"{error}; subscribe again")
 
     @staticmethod
     def _chunk_response(

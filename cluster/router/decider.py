@@ -88,12 +88,20 @@ class Decider:
     """Chooses among ledgers with one policy. Belongs to one event loop."""
 
     def __init__(
-        self, policy: Policy, clock: Callable[[], float] = time.monotonic, *, learns: bool = False
+        self,
+        policy: Policy,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        learns: bool = False,
+        guess_block: int = 128,
     ) -> None:
-        """``learns``: learn the engines' paces though the policy does not ask for them."""
+        """``learns``: learn the engines' paces though the policy does not ask for them; ``guess_block``: tokens
+        per block where engines do not tell theirs.
+        """
         self.policy = policy
         self.learns = policy.learns or learns
         self.clock = clock
+        self._guess_block = guess_block
         self._models: dict[str, _Model] = {}
 
     def index(self, model: str) -> PrefixIndex | None:
@@ -151,6 +159,6 @@ class Decider:
             if view is PrefixView.PRECISE:
                 prefix = PrefixIndex(clock=self.clock)
             elif view is PrefixView.APPROXIMATE:
-                prefix = PrefixGuess(clock=self.clock)
+                prefix = PrefixGuess(block_size=self._guess_block, clock=self.clock)
             known = self._models[model] = _Model(prefix, PaceBook(), Sessions(clock=self.clock))
         return known

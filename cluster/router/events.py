@@ -113,11 +113,19 @@ class EventFollowers:
 
 
 def _in_order(numbers: dict[int, int], batch: common_pb2.KvEventBatch) -> bool:
-    """Whether nothing is missing before ``batch``; a snapshot's chunks bring numbers of their own."""
-    rank = batch.dp_rank
-    before = numbers.get(rank)
-    numbers[rank] = batch.sequence_number
-    return before is None or batch.HasField("snapshot") or batch.sequence_number == before + 1
+    """Whether nothing is missing before ``batch``.
+
+    A snapshot's chunks bring numbers of their own. One numbered 0 may stand for a cache before its first event,
+    so the next batch may be 0 as well as 1.
+    """
+    before = numbers.get(batch.dp_rank)
+    if batch.HasField("snapshot"):
+        numbers.pop(batch.dp_rank, None)
+        if batch.sequence_number:
+            numbers[batch.dp_rank] = batch.sequence_number
+        return True
+    numbers[batch.dp_rank] = batch.sequence_number
+    return before is None or batch.sequence_number == before + 1
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

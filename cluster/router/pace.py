@@ -7,9 +7,10 @@ The time to first token of a request is modelled as
 with w the tokens that were to be computed before it and for it, d the requests that decoded beside it and p
 the token pairs that attention computed. The four coefficients are the deployment's: recursive least squares
 over all its engines (with forgetting; Ljung, System Identification, ch. 11), weighted so that a long wait
-does not drown the short ones. ``slow`` is one engine's own: the running mean of the logarithm of observed over
-modelled time, drawn towards 1 while there are few answers. So a new engine starts with what its siblings
-taught, and one that is slower, for whatever reason, is seen after a few answers.
+does not drown the short ones. ``slow`` is one engine's own: how much the running mean of the logarithm of
+observed over modelled time lies above that of all engines, as far as chance does not explain it. So a new
+engine starts with what its siblings taught, and one that is slower, for whatever reason, is seen after a few
+answers.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from npufleet.cluster.router.base import ASSUMED, Pace
 
 _FORGET = 0.999  # weight of the past per answer
 _DOUBT = 1e3  # how little the assumed coefficients count at first
-_SLOW_STEP = 0.1  # of an engine's own factor per answer
+_SLOW_STEP = 0.05  # of an engine's running mean per answer
+_MEAN_STEP = 0.002  # of all engines'
 _SLOW_MOST = 16.0
+_SURE = 0.35  # a difference that chance explains must not draw all requests to one engine
 _ENOUGH = 8  # answers before the learnt coefficients are used
 _SCALES = (1.0, 1e-4, 1e-6, 1e-9)  # so that all coefficients are near 1
 
@@ -61,6 +64,7 @@ class PaceBook:
         default_factory=lambda: [[_DOUBT if i == j else 0.0 for j in range(4)] for i in range(4)]
     )
     _answers: int = 0
+    _log_slow: float = 0.0
     _engines: dict[str, _Engine] = field(default_factory=dict)
 
     def of(self, engine_id: str) -> Pace:
@@ -68,7 +72,7 @@ class PaceBook:
         engine = self._engines.get(engine_id)
         if engine is not None and engine.answers:
             return engine.pace
-        return self._pace(0.0)
+        return self._pace(1.0)
 
     def forget(self, engine_id: str) -> None:
         """The engine is gone."""
@@ -82,14 +86,19 @@ class PaceBook:
         features = sight.features()
         modelled = max(1e-4, sum(w * x for w, x in zip(self._weights, features, strict=True)))
         if self._answers >= _ENOUGH:
-            step = max(_SLOW_STEP, 1.0 / (engine.answers + 4))
-            engine.log_slow += step * (math.log(seconds / modelled) - engine.log_slow)
             most = math.log(_SLOW_MOST)
-            engine.log_slow = min(most, max(-most, engine.log_slow))
+            off = min(most, max(-most, math.log(seconds / modelled)))
+            engine.log_slow += max(_SLOW_STEP, 1.0 / (engine.answers + 4)) * (off - engine.log_slow)
+            self._log_slow += max(_MEAN_STEP, 1.0 / (self._answers + 4)) * (off - self._log_slow)
             engine.answers += 1
-        self._fit(features, seconds / math.exp(engine.log_slow))
+        slow = self._slow(engine)
+        self._fit(features, seconds / slow)
         self._answers += 1
-        engine.pace = self._pace(engine.log_slow)
+        engine.pace = self._pace(slow)
+
+    def _slow(self, engine: _Engine) -> float:
+        above = engine.log_slow - self._log_slow
+        return math.exp(math.copysign(max(0.0, abs(above) - _SURE), above))
 
     def _fit(self, features: tuple[float, ...], seconds: float) -> None:
         weight = 1.0 / max(0.01, seconds)  # relative errors, not seconds, are what shall be small
@@ -105,10 +114,9 @@ class PaceBook:
         for i in range(4):  # what is not excited for long must not grow without bound
             spread[i][i] = min(spread[i][i], _DOUBT)
 
-    def _pace(self, log_slow: float) -> Pace:
+    def _pace(self, slow: float) -> Pace:
         if self._answers < _ENOUGH:
             return ASSUMED
-        slow = math.exp(log_slow)
         base, token, token_decode, pair = (
             slow * scale * max(0.0, weight) for scale, weight in zip(_SCALES, self._weights, strict=True)
         )

@@ -1,0 +1,1 @@
+"""Replays of request traces against engines, routers and gateways."""
