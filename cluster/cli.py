@@ -28,8 +28,10 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+def parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the command line; the arguments of some commands are added only if ``command`` asks for them, because
+    they take long to import.
+    """
     made = argparse.ArgumentParser(
         prog="npufleet", description="Serve large language models on fleets of Ascend NPUs."
     )
@@ -44,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     stop.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (default %(default)s)")
     add_plan_arguments(commands)
     add_node_arguments(commands)
-    _route_arguments(commands)
+    _route_arguments(commands, whole=command == "route")
     add_doctor_arguments(commands)
     add_sim_arguments(commands)
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
@@ -53,16 +55,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _route_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from .router import alone
-
+def _route_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, whole: bool) -> None:
     route = commands.add_parser(
         "route",
         help="the gRPC router alone, over any engines that serve VllmEngine",
-        epilog=alone.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    alone.add_arguments(route)
+    if whole:
+        from .router import alone
+
+        route.epilog = alone.EPILOG
+        alone.add_arguments(route)
 
 
 def _serve_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,7 +111,8 @@ def _serve_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 well, 1 failed, 2 wrong use."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser(words[0] if words else "").parse_args(words)
     try:
         return _COMMANDS[args.command](args)
     except ValueError as error:

@@ -49,6 +49,8 @@ class RouterConfig:
     transport: str = DEFAULT_TRANSPORT  # the gRPC client towards engines
     api_keys: str | None = None  # a file as the gateway's; None: the gateway's own
     tls: ServerTls | None = None
+    access_log: bool = False
+    otlp_endpoint: str | None = None  # http://HOST:4317 of a collector of traces
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     host: str = LOOPBACK
     port: int = 50051
@@ -63,6 +65,8 @@ class GatewayConfig:
     port: int = 8000
     api_keys: str | None = None
     tls: ServerTls | None = None
+    access_log: bool = False
+    otlp_endpoint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +238,8 @@ def _router(data: object, where: str) -> RouterConfig:
         ),
         api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
         tls=_tls(given.get("tls"), f"{where}.tls"),
+        access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
+        otlp_endpoint=checks.optional_text(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
         admission=_admission(given.get("admission", {}), f"{where}.admission"),
         host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
@@ -247,6 +253,8 @@ def _gateway(data: object, where: str) -> GatewayConfig:
         port=checks.port(given.get("port", GatewayConfig.port), f"{where}.port"),
         api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
         tls=_tls(given.get("tls"), f"{where}.tls"),
+        access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
+        otlp_endpoint=checks.optional_text(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
     )
 
 

@@ -81,7 +81,12 @@ class Frontend:
             host=router.host,
             port=router.port,
             policy=router.policy,
-            settings=RouterSettings(transport=router.transport, admission=router.admission),
+            settings=RouterSettings(
+                transport=router.transport,
+                admission=router.admission,
+                access_log=router.access_log,
+                otlp_endpoint=router.otlp_endpoint,
+            ),
             keys=Keys(read_key_file(router.api_keys or self.config.gateway.api_keys, "router.api_keys")),
             tls=router.tls,
             registry=self._metrics.registry,
@@ -98,6 +103,8 @@ class Frontend:
             api_keys=read_key_file(gateway.api_keys, "gateway.api_keys"),
             shutdown_grace=GRACE_S,
             tls=gateway.tls,
+            access_log=gateway.access_log,
+            otlp_endpoint=gateway.otlp_endpoint,
         )
         specs = [ModelSpec(name=m.name, source=m.source, args=m.engine) for m in self.config.models]
         return await serve_gateway(specs, self._router.picker, settings, metrics=self._metrics)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class ServerTls:
 
     def credentials(self) -> grpc.ServerCredentials:
         """For grpcio. ValueError for files that cannot be used."""
+        import grpc
+
         self.check()
         ca = None if self.client_ca is None else Path(self.client_ca).read_bytes()
         pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())

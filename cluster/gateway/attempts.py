@@ -20,7 +20,7 @@ from ..router.prefix.prompt import Media, TokenPrompt
 from ..router.prefix.read import make
 from ..router.retry import RetryBudget, worth_retrying
 from .engines import FeatureCache
-from .errors import TENANT, client_error, no_engine, stalled
+from .errors import TENANT, TRACE, client_error, no_engine, stalled
 from .metrics import GatewayMetrics
 from .requests import Outgoing
 from .responses import ResponseReader
@@ -137,10 +137,11 @@ class Attempts:
     async def _stream(self, job: Job, lease: Lease) -> None:
         """One attempt on one engine. Raises ``AioRpcError``, or ``VLLMValidationError`` when the engine
         cannot take a field of the request."""
-        message, metadata, ranked = job.outgoing.message, job.outgoing.trace, False
+        message, metadata, ranked = job.outgoing.message, job.outgoing.trace or TRACE.get(), False
         if job.outgoing.needs_features:
             features = await self._features.of(lease.endpoint.engine_id, lease.channel)
             message, metadata, ranked = job.outgoing.to_engine(features)
+            metadata = metadata if job.outgoing.trace else (*TRACE.get(), *metadata)
         reader = ResponseReader(
             job.request, stream=message.stream, ranked=ranked, max_model_len=job.max_model_len
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from traceback import format_exc
@@ -17,8 +18,10 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from ..admission.tenants import Keys
-from .errors import RETRY_AFTER, TENANT
+from ..access import AccessLog, request_id
+from ..admission.tenants import ANYONE, Keys
+from ..tracing import CONTEXT_KEYS, Tracing
+from .errors import RETRY_AFTER, TENANT, TRACE
 from .http import (
     ClientGone,
     HttpError,
@@ -55,14 +58,21 @@ class Dispatcher:
         self._settings = settings
         self._metrics = metrics
         self._keys = Keys(settings.api_keys)
+        self._access = AccessLog(settings.access_log)
+        self._tracing = Tracing("npufleet-gateway", settings.otlp_endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "not offered by this gateway"})
             return
         assert scope["type"] == "http", scope["type"]
-        answer = _Answer(send, self._settings.retry_after)
+        begun = time.perf_counter()
+        name = _named_request(scope)
+        answer = _Answer(send, self._settings.retry_after, name)
         RETRY_AFTER.set(answer.note)
+        TENANT.set(ANYONE)
+        span = self._tracing.span(f"npufleet.gateway {scope['method']}", _context_of(scope))
+        TRACE.set(span.context())
         model = ""
         self._metrics.http_open.inc()
         try:
@@ -79,7 +89,20 @@ class Dispatcher:
         finally:
             self._metrics.http_open.dec()
             path = scope["path"] if scope["path"] in _NAMED else "other"
-            self._metrics.http.labels(model, path, str(answer.status or 499)).inc()
+            status = answer.status or 499
+            self._metrics.http.labels(model, path, str(status)).inc()
+            span.end(status < 500, path=path, status=status, model=model, request_id=name)
+            if self._access.enabled:
+                self._access.write(
+                    request_id=name,
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    model=model,
+                    tenant=TENANT.get().name,
+                    peer=":".join(map(str, scope.get("client") or ())),
+                    seconds=time.perf_counter() - begun,
+                )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Answer one request; returns the model it went to, "" for none."""
@@ -135,6 +158,10 @@ class Dispatcher:
         ready = [slot for slot in self._slots.values() if slot.frontend is not None]
         return ready[0] if ready else next(iter(self._slots.values()))
 
+    def close(self) -> None:
+        """Send the traces that are left."""
+        self._tracing.close()
+
     def alive(self) -> bool:
         """True where at least one model can answer: its frontend is up and an engine can take a request."""
         return any(slot.frontend is not None and slot.engines > 0 for slot in self._slots.values())
@@ -171,18 +198,37 @@ class Dispatcher:
         return ""
 
 
-class _Answer:
-    """Watches one answer go out: keeps its status, and tells when to come back with every 503 and 429."""
+def _named_request(scope: Scope) -> str:
+    """The request's id, its client's own where that will do; the frontend finds it in the headers."""
+    given = (header(scope, b"x-request-id") or b"").decode("latin-1")
+    name = request_id(given)
+    if name != given:
+        others = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+        scope["headers"] = [*others, (b"x-request-id", name.encode())]
+    return name
 
-    def __init__(self, send: Send, retry_after: float) -> None:
+
+def _context_of(scope: Scope) -> list[tuple[str, str]]:
+    """The headers that tell which trace a request belongs to."""
+    given = ((key, header(scope, key.encode())) for key in CONTEXT_KEYS)
+    return [(key, value.decode("latin-1")) for key, value in given if value is not None]
+
+
+class _Answer:
+    """Watches one answer go out: keeps its status, names the request, tells when to come back with 503 and 429."""
+
+    def __init__(self, send: Send, retry_after: float, request_id: str) -> None:
         self.status = 0
+        self._request_id = request_id.encode()
         self.note = {"seconds": retry_after}
         self._send = send
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
+            headers = [*kept, (b"x-request-id", self._request_id)]
             if self.status in _COME_BACK:
-                wait = str(max(1, math.ceil(self.note["seconds"]))).encode()
-                message["headers"] = [*message.get("headers", ()), (b"retry-after", wait)]
+                headers.append((b"retry-after", str(max(1, math.ceil(self.note["seconds"]))).encode()))
+            message["headers"] = headers
         await self._send(message)

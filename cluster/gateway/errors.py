@@ -24,6 +24,9 @@ RETRY_AFTER: ContextVar[dict[str, float] | None] = ContextVar("npufleet_retry_af
 TENANT: ContextVar[Tenant] = ContextVar("npufleet_tenant", default=ANYONE)
 """Whose request it is: the HTTP layer sets it from the API key."""
 
+TRACE: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("npufleet_trace", default=())
+"""The trace context that what comes after the gateway belongs to."""
+
 _BAD_REQUEST = frozenset({Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION})
 
 

@@ -45,8 +45,8 @@ class Gateway:
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="warning" if not settings.access_log else "info",
-            access_log=settings.access_log,
+            log_level="warning",
+            access_log=False,  # ours tells more
             server_header=False,
             timeout_keep_alive=75,  # longer than clients keep a connection idle, so that they close it
             timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
@@ -105,6 +105,7 @@ class Gateway:
             self._task = None
         for name in list(self._slots):
             await self.remove_model(name)
+        self._dispatcher.close()
         self._socket.close()
 
 

@@ -37,7 +37,10 @@ class GatewaySettings:
     api_keys: tuple[str, ...] = ()  # lines of a key file (admission/tenants.py); none: no authentication
     tls: ServerTls | None = None
     max_body_bytes: int = 32 * _MIB  # of one HTTP request; more is a 413
-    access_log: bool = False
+    access_log: bool = False  # a line per request on the logger npufleet.access
+    otlp_endpoint: str | None = (
+        None  # http://HOST:4317 of a collector of traces; None: contexts only pass through
+    )
     max_attempts: int = 3  # engines that one request may try, all before anything reached the client
     retry_budget: int = 256  # retries in reserve per model; a fifth of one comes back per success
     first_token_timeout: float = 600.0  # from sending a request to an engine to its first token

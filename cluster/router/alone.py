@@ -79,6 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also answer gateways that speak the Endpoint Picker Protocol (ext_proc) here",
     )
     envoy.add_arguments(parser)
+    parser.add_argument("--access-log", action="store_true", help="write a line of JSON for each call")
+    parser.add_argument(
+        "--otlp-endpoint", metavar="URL", help="collector of OpenTelemetry traces, http://HOST:4317"
+    )
     _add_safety(parser)
 
 
@@ -155,6 +159,8 @@ async def serve(args: argparse.Namespace) -> None:
         ttft_objective=args.ttft_objective, engine_slots=args.engine_slots, max_queue=args.max_queue
     )
     settings = RouterSettings(
+        access_log=args.access_log,
+        otlp_endpoint=args.otlp_endpoint,
         transport=args.transport,
         tls=tls,
         admission=admission,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import grpc
 
+from npufleet.cluster.access import AccessLog
 from npufleet.cluster.admission.tenants import ANYONE, Keys, Tenant
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
@@ -20,6 +23,7 @@ from npufleet.cluster.router.wire import (
     NotAMessage,
     check_message,
 )
+from npufleet.cluster.tracing import CONTEXT_KEYS, Span, Tracing
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -27,7 +31,7 @@ NO_KEY = "a valid API key is needed: metadata authorization: Bearer KEY"
 
 _log = logging.getLogger(__name__)
 _OF_THIS_HOP = frozenset(  # a connection's own, not the request's; and keys are for the router's eyes only
-    {"user-agent", "te", "content-type", "authorization", "x-api-key"}
+    {"user-agent", "te", "content-type", "authorization", "x-api-key", *CONTEXT_KEYS}
 )
 _FOR_ADMINS = frozenset({"FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents"})
 _TRACES = frozenset({"grpc-trace-bin", "grpc-tags-bin"})  # of the grpc-* keys, the request's own
@@ -69,6 +73,9 @@ class Call:
         self.metadata: Metadata = tuple(context.invocation_metadata() or ())
         self.model_label = UNKNOWN_MODEL  # becomes the model's name once it is known to exist
         self.tenant = ANYONE
+        self.arrived = time.perf_counter()
+        self.seen: dict[str, str | int | float] = {}  # what the access log and the trace tell of it
+        self.span = Span(self.metadata)
 
     @property
     def peer(self) -> str:
@@ -92,12 +99,13 @@ class Call:
         return self._text(ENGINE_KEY)
 
     def forwarded(self) -> Metadata:
-        """The metadata that goes on to the engine."""
-        return [
+        """The metadata that goes on to the engine, with the trace's context as it is behind this router."""
+        own = (
             (key, value)
             for key, value in self.metadata
             if key not in _OF_THIS_HOP and (key in _TRACES or not key.startswith("grpc-"))
-        ]
+        )
+        return [*own, *self.span.context()]
 
     def remaining(self, default: float) -> float:
         """Seconds that the client still waits, at most ``default`` where it set no deadline."""
@@ -114,16 +122,26 @@ class Call:
 Body = Callable[[bytes, Call], Awaitable[bytes | None]]
 
 
-def handler(
-    method: str, body: Body, metrics: RouterMetrics, keys: Keys
-) -> Callable[..., Awaitable[bytes | None]]:
-    """A grpc.aio handler around ``body``: looks at the key, ends the call with the right status, counts it."""
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What every handler of one front needs."""
+
+    metrics: RouterMetrics
+    keys: Keys
+    access: AccessLog
+    tracing: Tracing
+
+
+def handler(method: str, body: Body, around: Surroundings) -> Callable[..., Awaitable[bytes | None]]:
+    """A grpc.aio handler around ``body``: checks the key, ends the call with the right status, counts and tells it."""
 
     async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes | None:
         call = Call(context)
         code = grpc.StatusCode.UNKNOWN  # what grpc.aio answers if something unforeseen leaves this function
+        if around.tracing.records:
+            call.span = around.tracing.span(f"npufleet.router/{method}", call.metadata)
         try:
-            call.tenant = _tenant(method, call, keys)
+            call.tenant = _tenant(method, call, around.keys)
             check_message(method, raw)
             result = await body(raw, call)
             code = grpc.StatusCode.OK
@@ -148,9 +166,27 @@ def handler(
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
             raise
         finally:
-            metrics.ended(call.model_label, method, code)
+            around.metrics.ended(call.model_label, method, code)
+            _tell(method, call, code, around)
 
     return handle
+
+
+def _tell(method: str, call: Call, code: grpc.StatusCode, around: Surroundings) -> None:
+    """End the trace's span and write the access log."""
+    if around.tracing.records:
+        ok = outcome_of(code) != "error"
+        call.span.end(ok, method=method, code=code.name, model=call.model_label, **call.seen)
+    if around.access.enabled:
+        around.access.write(
+            method=method,
+            code=code.name,
+            model=call.model_label,
+            tenant=call.tenant.name,
+            peer=call.peer,
+            seconds=time.perf_counter() - call.arrived,
+            **call.seen,
+        )
 
 
 def _tenant(method: str, call: Call, keys: Keys) -> Tenant:

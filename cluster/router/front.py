@@ -11,9 +11,10 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from npufleet.cluster.access import AccessLog
 from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.router.away import AwayRequests
-from npufleet.cluster.router.call import Body, handler
+from npufleet.cluster.router.call import Body, Surroundings, handler
 from npufleet.cluster.router.control import Control
 from npufleet.cluster.router.health import HEALTH_SERVICE, HealthService
 from npufleet.cluster.router.lookaside.service import SERVICE as LOOKASIDE
@@ -24,14 +25,17 @@ from npufleet.cluster.router.relay import Relay
 from npufleet.cluster.router.requests import LiveRequests
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import METHODS, SERVICE
+from npufleet.cluster.tracing import Tracing
 
 
 class Front:
     """The gRPC services of one router."""
 
     def __init__(self, picker: Picker, metrics: RouterMetrics, settings: RouterSettings, keys: Keys) -> None:
-        self._metrics = metrics
-        self._keys = keys
+        tracing = Tracing("npufleet-router", settings.otlp_endpoint)
+        self._around = Surroundings(
+            metrics=metrics, keys=keys, access=AccessLog(settings.access_log), tracing=tracing
+        )
         self.live = LiveRequests()
         self.health = HealthService(picker.pool)
         self.control = Control(picker, self.live, settings)
@@ -57,6 +61,7 @@ class Front:
         self.health.close()
         self.control.end_subscriptions()
         self.away.close()
+        self._around.tracing.close()
 
     def _bodies(self) -> dict[str, Body]:
         one, every = self.control.ask_one, self.control.tell_all
@@ -78,4 +83,4 @@ class Front:
             if METHODS[name].server_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        return kind(handler(name, body, self._metrics, self._keys))  # no serializers: messages stay bytes
+        return kind(handler(name, body, self._around))  # no serializers: messages stay bytes

@@ -70,6 +70,7 @@ class Relay:
             head = read_head(method, raw, call.metadata)
         except ValueError as error:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        call.seen["request_id"], call.seen["prompt_tokens"] = head.request_id, head.prompt_tokens
         model = self._picker.pool.resolve(call.model)
         call.model_label = model
         with (
@@ -100,7 +101,9 @@ class Relay:
                 await context.send_initial_metadata(tuple(metadata))
             read = opened.first
             if read is not grpc.aio.EOF:
-                self._metrics.of(job.info.model).first_message.observe(time.perf_counter() - job.arrived)
+                first = time.perf_counter() - job.arrived
+                self._metrics.of(job.info.model).first_message.observe(first)
+                job.call.seen["first_message"] = first
             while read is not grpc.aio.EOF:
                 message = read
                 lease.heard()
@@ -118,6 +121,7 @@ class Relay:
                 rpc.cancel()
             tokens = answered_tokens(message, sent)
             lease.release(code, tokens)
+            job.call.seen["tokens"] = tokens
             self._metrics.tenant_tokens.labels(job.info.tenant.name).inc(tokens)
 
     async def _embed(self, job: _Job) -> bytes:
@@ -132,6 +136,7 @@ class Relay:
         while True:
             lease = await self._pick(job, attempts)
             job.live.lease = lease
+            job.call.seen["engine"], job.call.seen["attempts"] = lease.endpoint.engine_id, attempts + 1
             rpc, code = None, _CANCELLED  # so it stays where neither an answer nor a status ends the attempt
             try:
                 rpc = self._dispatch(job, lease)

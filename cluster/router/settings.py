@@ -48,6 +48,11 @@ class RouterSettings:
     max_request_bytes: int = 64 * _MIB
     max_metadata_bytes: int = METADATA_LIMIT
     max_streams: int = 8192  # concurrent calls; more are refused with RESOURCE_EXHAUSTED
+    # Telling
+    access_log: bool = False  # a line per call on the logger npufleet.access
+    otlp_endpoint: str | None = (
+        None  # http://HOST:4317 of a collector of traces; None: contexts only pass through
+    )
     # Leaving
     leave_timeout: float = 600.0  # how long streams of an engine that left the fleet may run on
     model_memory: float = 300.0  # how long a model without any endpoint counts as unavailable, not as unknown
@@ -55,7 +60,7 @@ class RouterSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, int | float) and value <= 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"router setting {item.name} must be above 0, got {value!r}")
         check_transport(self.transport)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from npufleet.cluster.transport.base import EngineChannel, LinkSettings, Tls
+if TYPE_CHECKING:
+    from npufleet.cluster.transport.base import EngineChannel, LinkSettings, Tls
 
 DEFAULT_TRANSPORT = "http2"
 _TRANSPORTS = {
@@ -37,6 +38,8 @@ def open_channel(
     It connects when it is first used. ValueError for an unknown transport, an address that is none or TLS
     files that cannot be used.
     """
+    from npufleet.cluster.transport.base import LinkSettings
+
     module, attribute = _TRANSPORTS[check_transport(name)]
     kind = getattr(import_module(module), attribute)
-    return cast(EngineChannel, kind(address, settings or LinkSettings(), tls))
+    return cast("EngineChannel", kind(address, settings or LinkSettings(), tls))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -162,9 +163,15 @@ def test_each_model_has_its_engines_and_models_lists_all(fleet: Fleet, client: O
 
 
 def test_load_is_spread_over_the_engines_of_a_model(fleet: Fleet, client: OpenAI) -> None:
-    for _ in range(4):
-        client.completions.create(model="alpha", prompt="x", max_tokens=1)
-    assert [len(engine.seen) for engine in fleet.alpha] == [2, 2]
+    for engine in fleet.alpha:
+        engine.script.first_delay_s = 0.5
+    with ThreadPoolExecutor(6) as pool:
+        calls = [
+            pool.submit(client.completions.create, model="alpha", prompt=f"{i} x", max_tokens=1)
+            for i in range(6)
+        ]
+        assert all(call.result().choices for call in calls)
+    assert min(len(engine.seen) for engine in fleet.alpha) >= 2
 
 
 def test_the_responses_api_answers(fleet: Fleet, client: OpenAI) -> None:
@@ -194,3 +201,17 @@ def test_chunks_of_several_tokens_give_the_same_text(fleet: Fleet, client: OpenA
     parts = list(client.completions.create(model="alpha", prompt="x", stream=True, max_tokens=20))
     assert "".join(part.choices[0].text for part in parts) == "abcdefgh"
     assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_request_keeps_its_id_and_its_trace_reaches_the_engine(fleet: Fleet) -> None:
+    body = {"model": "alpha", "prompt": "x", "max_tokens": 1}
+    trace = "00-" + "a1" * 16 + "-" + "b2" * 8 + "-01"
+    headers = {"x-request-id": "mine-7", "traceparent": trace}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=30)
+    assert answer.headers.get_list("x-request-id") == ["mine-7"]
+    assert "mine-7" in answer.json()["id"]
+    call = only_call(fleet)
+    assert "mine-7" in call.request.request_id
+    assert call.metadata["traceparent"] == trace
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers={"x-request-id": "a b"}, timeout=30)
+    assert answer.headers["x-request-id"].startswith("req-")
