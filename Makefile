@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-load
 PORT ?= 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-plugin bench-placement contract seeded-faults clean
+.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-faults bench-plugin bench-placement contract seeded-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ bench-engine: setup ## Engine on a virtual NPU against vLLM's CPU backend; whole
 
 bench-router: setup ## The router and gateway beside other routers over the same mock engines: CPU per token, added latency
 	$(BIN)/python -m benchmarks.router
+
+bench-faults: setup ## What clients of the router notice of an engine that dies, freezes, slows down or is cut off
+	$(BIN)/python -m benchmarks.router.faults
 
 seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and count those that the tests catch
 	$(BIN)/python benchmarks/seeded_faults --write docs/seeded-faults.md
