@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-load
 PORT ?= 8000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-faults bench-plugin bench-placement contract seeded-faults clean
+.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-faults bench-plugin bench-placement bench-routing contract seeded-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ bench-router: setup ## The router and gateway beside other routers over the same
 
 bench-faults: setup ## What clients of the router notice of an engine that dies, freezes, slows down or is cut off
 	$(BIN)/python -m benchmarks.router.faults
+bench-routing: setup ## Routing policies on simulated engines over a trace (TRACE=file.jsonl); writes docs/routing.md
+	@test -n "$(TRACE)" || { echo "give a trace with hash_ids: make bench-routing TRACE=conversation_trace.jsonl"; exit 2; }
+	$(BIN)/python -m benchmarks.routing "$(TRACE)" --write docs
 
 seeded-faults: setup ## Put faults into plugin and kernels, one at a time, and count those that the tests catch
 	$(BIN)/python benchmarks/seeded_faults --write docs/seeded-faults.md

@@ -1,4 +1,4 @@
-"""The command line: ``npufleet serve | status | stop | plan | route | node | doctor | sim-engine | …``.
+"""The command line: ``npufleet serve | status | stop | plan | route | node | doctor | bench | sim-engine | …``.
 
 Nothing heavy is imported until a command needs it, so that help and errors come at once.
 """
@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from .bench.command import add_arguments as add_bench_arguments
 from .config import DEVICES
 from .doctor.command import add_arguments as add_doctor_arguments
 from .plan.command import add_arguments as add_plan_arguments
@@ -48,6 +49,7 @@ def parser(command: str = "") -> argparse.ArgumentParser:
     add_node_arguments(commands)
     _route_arguments(commands, whole=command == "route")
     add_doctor_arguments(commands)
+    add_bench_arguments(commands)
     add_sim_arguments(commands)
     virtual = commands.add_parser("virtual-npu", help="virtual NPUs for machines without Ascend hardware")
     virtual.add_argument("action", choices=("enable", "disable", "status"))
@@ -186,6 +188,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from .bench.command import run
+
+    return run(args)
+
+
 def _sim_engine(args: argparse.Namespace) -> int:
     from .sim.command import run
 
@@ -221,6 +229,7 @@ _COMMANDS = {
     "node": _node,
     "route": _route,
     "doctor": _doctor,
+    "bench": _bench,
     "sim-engine": _sim_engine,
     "virtual-npu": _virtual_npu,
     "version": _version,

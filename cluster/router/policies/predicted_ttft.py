@@ -1,20 +1,25 @@
 """The engine that gives the first token soonest, and where computing it holds up others least.
 
-    wait    = token * tokens waiting + pair * token pairs waiting + token_decode * those tokens * decoding
-    own     = token * uncached + pair * uncached * (cached + uncached / 2) + token_decode * uncached * decoding
-    cost    = base + wait + OWN * own
+    wait   = token * tokens waiting + pair * token pairs waiting + token_decode * those tokens * decoding
+    own    = token * uncached + pair * uncached * (cached + uncached / 2) + token_decode * uncached * decoding
+    others = queued * min(own, the rest of a step) + DECODE * decoding * own + REQUEST * token * requests
+    cost   = base + wait + OWN * own + others + what a cache about to run full costs
 
 with the pace of that engine as learnt from its answers (``router/pace.py``). ``wait + own`` is the predicted
-time to first token. The own part counts more than once because it is work that this pick adds to the fleet:
-whoever comes next waits for it too. On an idle fleet the sum hardly differs from the plain prediction; on a
-busy one it keeps prompts where they are cached, which is what keeps it from getting busier.
+time to first token. The own part counts twice because it is work that this pick adds to the fleet: whoever
+comes next waits for it too. On an idle fleet the sum hardly differs from the plain prediction; on a busy one it
+keeps prompts where they are cached, which is what keeps it from getting busier. ``others`` is what requests on
+that engine lose: those without output yet share their step with this prompt as long as the step has room,
+decoding ones wait while it is computed (which costs them little each, spread over their tokens), and each
+request on an engine takes cache and a place in every step to come.
 
 A KV cache about to run full preempts requests or makes new ones wait for ends, which no queue shows before it
 happens; it adds a term of its own, 0 until most blocks are in use.
 
 Falls back by itself: without a fresh report the router's own counts stand for the queue, without events
 nothing counts as cached beyond what was just sent, and without answers all engines have one assumed pace,
-which leaves the order of the costs right.
+which leaves the order of the costs right. The weights were chosen on the Mooncake conversation trace
+(``benchmarks/routing``) and are the same at every load there.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ from __future__ import annotations
 from npufleet.cluster.router.base import EngineLoad, Policy, PrefixView, RequestInfo
 
 OWN = 2.0
+STEP_TOKENS = 8192  # what an engine computes in one step (vLLM's max_num_batched_tokens when serving)
+DECODE = 0.01
+REQUEST = 256.0  # tokens that a request on the engine costs a new one
 KV_FREE = 0.85  # share of blocks in use up to which the cache holds up nobody
 KV_SECONDS = 1.0  # cost of a cache that is full
 UNKNOWN_TOKENS = 1024
@@ -43,7 +51,7 @@ def predict(request: RequestInfo, engine: EngineLoad) -> tuple[float, float]:
 
 
 class PredictedTtft(Policy):
-    """Least predicted time to first token plus the load that the pick adds."""
+    """Least predicted time to first token plus what the pick costs others."""
 
     name = "predicted-ttft"
     prefix = PrefixView.PRECISE
@@ -52,7 +60,11 @@ class PredictedTtft(Policy):
     def score(self, request: RequestInfo, engine: EngineLoad) -> float:
         """Cost in seconds."""
         wait, own = predict(request, engine)
-        full = 0.0
+        token = engine.pace.token
+        others = REQUEST * token * engine.requests() + DECODE * own * engine.decoding()
+        room = STEP_TOKENS - engine.waiting_tokens()
+        if engine.queued and room > 0:
+            others += engine.queued * min(own, room * token)
         if engine.report is not None and engine.report.kv_usage > KV_FREE:
-            full = KV_SECONDS * min(1.0, (engine.report.kv_usage - KV_FREE) / (1.0 - KV_FREE))
-        return engine.pace.base + wait + OWN * own + full
+            others += KV_SECONDS * min(1.0, (engine.report.kv_usage - KV_FREE) / (1.0 - KV_FREE))
+        return engine.pace.base + wait + OWN * own + others

@@ -1,0 +1,1 @@
+"""Routing quality: every policy of ours and the published formulas, over one trace and simulated engines."""
