@@ -21,6 +21,7 @@ from .tls import ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
 DEVICES = ("npu", "virtual")
+DATA_PLANES = ("grpcio", "envoy")
 LOOPBACK = "127.0.0.1"
 
 
@@ -47,6 +48,9 @@ class RouterConfig:
 
     policy: str = DEFAULT_POLICY
     transport: str = DEFAULT_TRANSPORT  # the gRPC client towards engines
+    data_plane: str = DATA_PLANES[0]  # what gRPC clients connect to: our own server, or Envoy with our picker
+    processes: int = 1  # that share the gRPC port; with Envoy, its threads
+    secret: str | None = None  # a file on every node; with it engines take only calls that the router signed
     api_keys: str | None = None  # a file as the gateway's; None: the gateway's own
     tls: ServerTls | None = None
     access_log: bool = False
@@ -236,6 +240,9 @@ def _router(data: object, where: str) -> RouterConfig:
         transport=checks.choice(
             given.get("transport", DEFAULT_TRANSPORT), f"{where}.transport", known_transports()
         ),
+        data_plane=checks.choice(given.get("data_plane", DATA_PLANES[0]), f"{where}.data_plane", DATA_PLANES),
+        processes=checks.integer(given.get("processes", 1), f"{where}.processes", 1, 256),
+        secret=checks.optional_text(given.get("secret"), f"{where}.secret"),
         api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
         tls=_tls(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .addresses import netloc, reachable
-from .admission.tenants import Keys, read_key_file
+from .admission.tenants import read_key_file
 from .config import FleetConfig, from_dict
 from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from .gateway.server import Gateway
-    from .router.server import RouterHandle
+    from .router.fleet_router import FleetRouter
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Frontend:
 
         self._metrics = GatewayMetrics()
         self._describe()
-        self._router: RouterHandle = await bound(self._start_router, BIND_TIMEOUT_S)
+        self._router: FleetRouter = await bound(self._start_router, BIND_TIMEOUT_S)
         self._gateway: Gateway = await bound(self._start_gateway, BIND_TIMEOUT_S)
         self._beats = asyncio.create_task(self._heartbeats(), name="front end heartbeats")
         for model in self.config.models:
@@ -71,25 +71,18 @@ class Frontend:
         )
         info.labels(self.config.name, self.config.device, self.config.router.policy).set(1)
 
-    async def _start_router(self) -> RouterHandle:
-        from .router.server import serve_router
-        from .router.settings import RouterSettings
+    async def _start_router(self) -> FleetRouter:
+        import ray
+
+        from .router.fleet_router import start_router
 
         router = self.config.router
-        return await serve_router(
-            ControllerSource(self._controller),
-            host=router.host,
-            port=router.port,
-            policy=router.policy,
-            settings=RouterSettings(
-                transport=router.transport,
-                admission=router.admission,
-                access_log=router.access_log,
-                otlp_endpoint=router.otlp_endpoint,
-            ),
-            keys=Keys(read_key_file(router.api_keys or self.config.gateway.api_keys, "router.api_keys")),
-            tls=router.tls,
+        return await start_router(
+            router,
+            lambda: ControllerSource(self._controller),
+            keys=router.api_keys or self.config.gateway.api_keys,
             registry=self._metrics.registry,
+            metrics_host=reachable(self.config.gateway.host, ray.util.get_node_ip_address()),
         )
 
     async def _start_gateway(self) -> Gateway:
@@ -115,13 +108,16 @@ class Frontend:
         from ray.serve.exceptions import RayServeException
 
         host = reachable(self.config.gateway.host, ray.util.get_node_ip_address())
-        url = f"http://{netloc(host, self._gateway.port)}/metrics"
+        ports = {"gateway": self._gateway.port, "router": self._router.metrics_port}
+        urls = {role: f"http://{netloc(host, port)}/metrics" for role, port in ports.items() if port}
         while True:
-            call = self._controller.service_heartbeat.remote(self._id, "gateway", url)
-            try:
-                await asyncio.wait_for(call, 5.0)
-            except (RayError, RayServeException, TimeoutError) as error:
-                logger.warning("the controller does not answer: %r", error)
+            for role, url in urls.items():
+                name = self._id if role == "gateway" else f"{self._id}-{role}"
+                call = self._controller.service_heartbeat.remote(name, role, url)
+                try:
+                    await asyncio.wait_for(call, 5.0)
+                except (RayError, RayServeException, TimeoutError) as error:
+                    logger.warning("the controller does not answer: %r", error)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def check_health(self) -> None:

@@ -61,6 +61,7 @@ class Engine:
         self, fleet: dict[str, Any], model: str, controller: DeploymentHandle, factory: Factory | None = None
     ) -> None:
         config = from_dict(fleet)
+        self._secret = config.router.secret
         self.config = next(entry for entry in config.models if entry.name == model)
         self.engine_id = f"{_slug(model)}-{secrets.token_hex(4)}"
         self.dead: str | None = None  # why, once it is
@@ -100,10 +101,13 @@ class Engine:
         self._phase_done(Phase.PLACING)
         await importing
         await self._load(factory or start, plan)
+        from ..router.lookaside.tokens import read_secret
+        from .guard import Guard
         from .service import serve_engine
 
         host = ray.util.get_node_ip_address()
-        self._server = await serve_engine(self._llm, host, 0)
+        guard = None if self._secret is None else Guard(read_secret(self._secret), self.engine_id)
+        self._server = await serve_engine(self._llm, host, 0, guard=guard)
         self._info = EngineInfo(self.engine_id, self.config.name, device)
         # On the node's own address like the service, unless the user opened metrics to all.
         wide = metrics_host if metrics_host in WILDCARDS else host

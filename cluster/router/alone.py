@@ -13,12 +13,16 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.admission.tenants import Keys, read_key_file
+from npufleet.cluster.config import DATA_PLANES
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.command import add_engines, stop_asked
 from npufleet.cluster.router.envoy import command as envoy
 from npufleet.cluster.router.envoy.server import serve_endpoint_picker
 from npufleet.cluster.router.lookaside.tokens import read_secret
 from npufleet.cluster.router.pool import StaticSource
+from npufleet.cluster.router.processes.exporter import on_port
+from npufleet.cluster.router.processes.setup import Setup
+from npufleet.cluster.router.processes.supervisor import RouterProcesses
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.server import RouterHandle, serve_router
 from npufleet.cluster.router.settings import RouterSettings
@@ -27,7 +31,6 @@ from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, known_transports
 
-DATA_PLANES = ("grpcio", "envoy")
 EPILOG = """\
 examples:
   npufleet route --engine grpc://10.0.0.1:50051 --engine grpc://10.0.0.2:50051
@@ -72,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reuse-port", action="store_true", help="share the port with other routers on this machine"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="router processes that share the port (default 1)",
     )
     parser.add_argument(
         "--endpoint-picker",
@@ -173,6 +183,9 @@ async def serve(args: argparse.Namespace) -> None:
     stop = stop_asked()
     keys = Keys(read_key_file(args.api_keys, "--api-keys"))
     source = source_of(args, tls)
+    if args.processes > 1:
+        await _serve_many(args, source, setup_of(args, admission, own, tls), stop)
+        return
     async with AsyncExitStack() as running:
         handle: RouterHandle | envoy.OwnFolder
         if args.data_plane == "envoy":
@@ -197,6 +210,42 @@ async def serve(args: argparse.Namespace) -> None:
         if args.metrics_port is not None:
             start_http_server(args.metrics_port, addr=args.host, registry=registry)
         print(f"router listens on {handle.address}", flush=True)
+        await stop.wait()
+
+
+def setup_of(
+    args: argparse.Namespace, admission: AdmissionSettings, own: ServerTls | None, link: Tls | None
+) -> Setup:
+    """What each of several processes is told; ValueError for what only one process can do."""
+    if args.data_plane == "envoy":
+        raise ValueError("--processes is for --data-plane grpcio; Envoy's threads are --envoy-workers")
+    if args.endpoint_picker is not None:
+        raise ValueError("--endpoint-picker is for one process: start further routers for more")
+    return Setup(
+        host=args.host,
+        port=args.port,
+        policy=args.policy,
+        transport=args.transport,
+        admission=admission,
+        keys=args.api_keys,
+        secret=args.secret,
+        tls=own,
+        engine_tls=link,
+        grace=args.grace,
+    )
+
+
+async def _serve_many(
+    args: argparse.Namespace, source: EndpointSource, setup: Setup, stop: asyncio.Event
+) -> None:
+    async with AsyncExitStack() as running:
+        processes = RouterProcesses(source, setup, args.processes)
+        await processes.start()
+        running.push_async_callback(processes.close)
+        if args.metrics_port is not None:
+            exporter = await on_port(args.host, args.metrics_port, processes.metrics)
+            running.push_async_callback(exporter.cleanup)
+        print(f"router listens on {processes.address}", flush=True)
         await stop.wait()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -87,20 +88,24 @@ async def serve_router(
     reuse_port: bool = False,
     keys: Keys | None = None,
     tls: ServerTls | None = None,
+    warm: float = 0.0,
 ) -> RouterHandle:
     """Start a router over ``source`` and return it; it serves until its ``close``.
 
     ``host`` may be ``unix:PATH``; ``port`` 0 takes a free one; ``policy`` is a name of :func:`known_policies`
     or a policy; the Prometheus series go into ``registry`` (a fresh one by default); ``reuse_port`` lets
     several routers share one port. With ``keys`` each call must carry one; with ``tls`` the port speaks nothing
-    else. OSError where the port cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
+    else. With ``warm`` it listens once each model has an engine that is ready, after that many seconds at the
+    latest: a router that shares a port must not take calls that others could answer. OSError where the port
+    cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
     """
     settings = settings or RouterSettings()
     chosen = load_policy(policy) if isinstance(policy, str) else policy
     server = grpc.aio.server(
         options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
     )
-    bound = await _bind(server, host, port, tls)  # first: nothing is left behind where it fails
+    if not warm:
+        port = await _bind(server, host, port, tls)  # first: nothing is left behind where it fails
     metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
     pool = EnginePool(source, settings, metrics)
     picker = Picker(pool, chosen, settings.admission, metrics.on_refused)
@@ -108,9 +113,17 @@ async def serve_router(
     front.add_to(server)
     metrics.watch(pool)
     await pool.start()
+    handle = RouterHandle(host=host, port=port, picker=picker, metrics=metrics, _server=server, _front=front)
+    if warm:
+        with suppress(TimeoutError):
+            await handle.wait_ready(warm)
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(handle.close, 0.0)
+            handle.port = await _bind(server, host, port, tls)
+            undo.pop_all()
     await server.start()
-    _log.info("router listens on %s:%d, policy %s", host, bound, chosen.name)
-    return RouterHandle(host=host, port=bound, picker=picker, metrics=metrics, _server=server, _front=front)
+    _log.info("router listens on %s, policy %s", handle.address, chosen.name)
+    return handle
 
 
 def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[str, int]]:

@@ -107,7 +107,7 @@ class World:
         self.groups.append(plan.engine_id)
         return plan.engine_id
 
-    async def _serve(self, llm: Any, host: str, port: int) -> FakeServer:
+    async def _serve(self, llm: Any, host: str, port: int, guard: Any = None) -> FakeServer:
         return self.server
 
     async def factory(self, model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
