@@ -227,6 +227,8 @@ def setup_of(
         policy=args.policy,
         transport=args.transport,
         admission=admission,
+        access_log=args.access_log,
+        otlp_endpoint=args.otlp_endpoint,
         keys=args.api_keys,
         secret=args.secret,
         tls=own,

@@ -71,6 +71,8 @@ async def start_router(
     settings = RouterSettings(
         transport=config.transport,
         admission=config.admission,
+        access_log=config.access_log,
+        otlp_endpoint=config.otlp_endpoint,
         secret=None if config.secret is None else read_secret(config.secret),
     )
     known = Keys(read_key_file(keys, "router.api_keys"))
@@ -118,6 +120,8 @@ def _setup(config: RouterConfig, keys: str | None) -> Setup:
         policy=config.policy,
         transport=config.transport,
         admission=config.admission,
+        access_log=config.access_log,
+        otlp_endpoint=config.otlp_endpoint,
         keys=keys,
         secret=config.secret,
         tls=config.tls,

@@ -27,6 +27,8 @@ class Setup:
     secret: str | None = None  # file of the fleet's secret
     tls: ServerTls | None = None
     engine_tls: Tls | None = None
+    access_log: bool = False
+    otlp_endpoint: str | None = None
     warm: float = 0.0  # seconds for engines to be reached before it takes calls
     grace: float = 30.0  # seconds for running calls to end
 
