@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from npufleet.cluster.access import AccessLog
 from npufleet.cluster.endpoints import EngineEndpoint
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics
 from npufleet.cluster.router.picker import Lease, NoEngine, Picker, RequestInfo
@@ -33,6 +34,7 @@ class Away:
     """One request under way."""
 
     id: str
+    peer: str  # its client
     via: str  # who carries it
     method: str
     info: RequestInfo
@@ -42,6 +44,7 @@ class Away:
     until: float  # the clock's time at which it counts as ended
     held: ExitStack
     started: bool = False
+    first_message: float | None = None  # seconds after its arrival
 
 
 class AwayRequests:
@@ -60,6 +63,7 @@ class AwayRequests:
         self._metrics = metrics
         self._settings = settings
         self._clock = clock
+        self._access = AccessLog(settings.access_log)
         self._open: dict[str, Away] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -106,6 +110,7 @@ class AwayRequests:
         longest = self._settings.request_timeout if deadline is None else deadline
         away = Away(
             id=secrets.token_hex(8),
+            peer=peer,
             via=via,
             method=method,
             info=info,
@@ -134,9 +139,10 @@ class AwayRequests:
             return False
         if not away.started:
             away.started = True
+            away.first_message = self._clock() - away.arrived
             away.lease.started()
             if away.method == "Generate":
-                self._metrics.of(away.info.model).first_message.observe(self._clock() - away.arrived)
+                self._metrics.of(away.info.model).first_message.observe(away.first_message)
         return True
 
     def ended(
@@ -162,6 +168,20 @@ class AwayRequests:
         if retries:
             self._metrics.retries.labels(away.info.model, engine.name).inc(retries)
         self._metrics.ended(away.info.model, away.method, code)
+        self._access.write(
+            method=away.method,
+            code=code.name,
+            model=away.info.model,
+            tenant=away.info.tenant.name,
+            peer=away.peer,
+            seconds=self._clock() - away.arrived,
+            request_id=away.info.request_id,
+            prompt_tokens=away.info.prompt_tokens,
+            engine=away.lease.endpoint.engine_id,
+            attempts=retries + 1,
+            first_message=away.first_message,
+            via=away.via,
+        )
         return True
 
     def sweep(self) -> int:

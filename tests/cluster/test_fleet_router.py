@@ -1,0 +1,51 @@
+"""The router as a FleetConfig describes it: Envoy as its data plane, several processes on its port."""
+
+from __future__ import annotations
+
+import aiohttp
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from npufleet.cluster import config
+from npufleet.cluster.router.fleet_router import start_router
+
+from .router_fakes import FakeEngine, ListSource, endpoint, generate_request, tokens_of
+
+
+def described(**router):
+    fleet = {"models": [{"name": "m", "source": "/m"}], "router": {"policy": "round-robin", **router}}
+    return config.from_dict(fleet).router
+
+
+@pytest.mark.parametrize("settings", [{"data_plane": "envoy"}, {"processes": 2}, {}])
+async def test_it_is_started_as_described(settings):
+    engine = await FakeEngine(name="a").start()
+    registry = CollectorRegistry()
+    try:
+        router = await start_router(
+            described(port=0, **settings), lambda: ListSource(endpoint(engine)), keys=None, registry=registry
+        )
+        try:
+            await router.handle.wait_ready(20)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
+                stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+                assert await tokens_of(stub.Generate(generate_request(2))) == [6, 7]
+            if settings.get("processes"):
+                url = f"http://127.0.0.1:{router.metrics_port}/metrics"
+                async with aiohttp.ClientSession() as session, session.get(url) as answer:
+                    assert 'process="1"' in await answer.text()
+            else:
+                assert router.metrics_port is None
+        finally:
+            await router.close(1.0)
+    finally:
+        await engine.stop()
+
+
+def test_what_is_unknown_is_refused():
+    with pytest.raises(ValueError, match=r"data_plane: expected one of envoy, grpcio"):
+        described(data_plane="nginx")
+    with pytest.raises(ValueError, match="processes"):
+        described(processes=0)
