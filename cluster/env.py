@@ -40,3 +40,17 @@ def virtual_device() -> tuple[int, str]:
             f"for example {DEFAULT_VIRTUAL_DEVICE}"
         )
     return int(match["count"]), match["soc"] or "Ascend910B3"
+
+
+def kubernetes_api() -> tuple[str, str]:
+    """Return host and port of the API server of the pod this runs in, as Kubernetes itself tells each container.
+
+    Raises:
+        ValueError: if this does not run in a pod.
+    """
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+    if not host or not port:
+        raise ValueError(
+            "this does not run in a Kubernetes pod; give --kubernetes-api, for example of kubectl proxy"
+        )
+    return host, port

@@ -16,6 +16,7 @@ from npufleet.cluster.admission.tenants import Keys, read_key_file
 from npufleet.cluster.config import DATA_PLANES
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.command import add_engines, stop_asked
+from npufleet.cluster.router.discovery import kubernetes
 from npufleet.cluster.router.envoy import command as envoy
 from npufleet.cluster.router.envoy.server import serve_endpoint_picker
 from npufleet.cluster.router.lookaside.tokens import read_secret
@@ -52,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines-dns",
         metavar="NAME:PORT",
         help="every address of a name is an engine, such as a headless Kubernetes service",
+    )
+    parser.add_argument(
+        "--engines-kubernetes",
+        action="append",
+        metavar="[NAMESPACE/]SERVICE[:PORT]",
+        help="every endpoint of a Kubernetes service is an engine; repeat it for more services of the namespace",
+    )
+    parser.add_argument(
+        "--kubernetes-api", metavar="URL", help="API server outside a pod, such as that of kubectl proxy"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=50051, help="gRPC port, 0 = any (default %(default)s)")
@@ -128,9 +138,11 @@ def _add_safety(parser: argparse.ArgumentParser) -> None:
 
 def source_of(args: argparse.Namespace, tls: Tls | None) -> EndpointSource:
     """Where the engines come from; ValueError for none or for several places at once."""
-    given = [bool(args.engine), args.engines_file is not None, args.engines_dns is not None]
-    if sum(given) != 1:
-        raise ValueError("give engines in one way: --engine, --engines-file or --engines-dns")
+    ways = (args.engine, args.engines_file, args.engines_dns, args.engines_kubernetes)
+    if sum(map(bool, ways)) != 1:
+        raise ValueError(
+            "give engines in one way: --engine, --engines-file, --engines-dns or --engines-kubernetes"
+        )
     model = args.model or ""
     source: EndpointSource
     if args.engine:
@@ -138,6 +150,8 @@ def source_of(args: argparse.Namespace, tls: Tls | None) -> EndpointSource:
         source = StaticSource(endpoints)
         if all(endpoint.model for endpoint in endpoints):
             return source
+    elif args.engines_kubernetes:
+        source = kubernetes.source_of(args.engines_kubernetes, model, args.kubernetes_api)
     elif args.engines_file is not None:
         source = FileSource(args.engines_file, model)
     else:

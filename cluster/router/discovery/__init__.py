@@ -1,0 +1,1 @@
+"""Where a router alone finds its engines on Kubernetes: the EndpointSlices of services, watched."""
