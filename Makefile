@@ -48,7 +48,8 @@ bench-router: setup ## The router and gateway beside other routers over the same
 
 bench-faults: setup ## What clients of the router notice of an engine that dies, freezes, slows down or is cut off
 	$(BIN)/python -m benchmarks.router.faults
-bench-routing: setup ## Routing policies on simulated engines over a trace (TRACE=file.jsonl); writes docs/routing.md
+
+bench-routing: setup ## Routing policies on simulated engines over a trace (TRACE=file.jsonl); writes docs/routing-benchmark.md
 	@test -n "$(TRACE)" || { echo "give a trace with hash_ids: make bench-routing TRACE=conversation_trace.jsonl"; exit 2; }
 	$(BIN)/python -m benchmarks.routing "$(TRACE)" --write docs
 

@@ -24,7 +24,7 @@ from npufleet.cluster.sim.timing import DEFAULT_PRESET, preset
 from .report import page, plot
 from .study import BlockPrompt, Result, policies, run, workload
 
-LOADS = (0.5, 0.7, 0.9, 1.0, 1.15, 1.3)
+LOADS = (0.5, 0.75, 1.0, 1.15, 1.3)
 SIZES = (16, 64)
 VARIED = ("round-robin", "least-load", "precise-prefix", "predicted-ttft", "dynamo-cost", "llm-d-3/2/2")
 
@@ -91,9 +91,8 @@ def main() -> int:
     parser.add_argument("--engines", type=int, nargs="+", default=SIZES)
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s)")
-    parser.add_argument(
-        "--write", type=Path, help="write routing.md, routing.svg and routing.json into this folder"
-    )
+    parser.add_argument("--write", type=Path, help="write routing-benchmark.md and .svg into this folder")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     _load(args.trace, args.requests)
     print(
@@ -122,12 +121,13 @@ def main() -> int:
                 f" s, hits {result.hit_rate:.1%}, goodput {result.goodput:.1%}",
                 flush=True,
             )
+    rows = [{"title": case.title, **result.as_dict()} for case, result in done]
+    facts = {"requests": len(_trace), "reuse": reuse(_trace), "capacity": rates, "trace": args.trace.name}
     if args.write:
-        rows = [{"title": case.title, **result.as_dict()} for case, result in done]
-        facts = {"requests": len(_trace), "reuse": reuse(_trace), "capacity": rates, "trace": args.trace.name}
-        (args.write / "routing.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
-        (args.write / "routing.md").write_text(page(facts, rows))
-        plot(rows, args.write / "routing.svg")
+        (args.write / "routing-benchmark.md").write_text(page(facts, rows))
+        plot(rows, args.write / "routing-benchmark.svg")
+    if args.json:
+        args.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -27,7 +27,7 @@ Load 1.0 is what the fleet completes when each engine in turn gets the next requ
 their published constants (`benchmarks/routing/formulas.py`); where a formula can use KV events, it gets them.
 The best mean TTFT of each column is bold.
 
-![Mean and 90th percentile of the time to first token](routing.svg)
+![Mean and 90th percentile of the time to first token](routing-benchmark.svg)
 """
 
 

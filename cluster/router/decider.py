@@ -6,6 +6,7 @@ where sessions are. A :class:`Claim` is one request's place on one engine; it ke
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,17 @@ from dataclasses import dataclass
 from npufleet.cluster.router.base import ASSUMED, EngineLoad, Policy, PrefixView, RequestInfo, decide
 from npufleet.cluster.router.ledger import Ledger
 from npufleet.cluster.router.pace import PaceBook, Sight
-from npufleet.cluster.router.prefix.base import PrefixSource
+from npufleet.cluster.router.policies.chance import mix
+from npufleet.cluster.router.prefix.base import PrefixSource, Some
 from npufleet.cluster.router.prefix.guess import PrefixGuess
 from npufleet.cluster.router.prefix.index import PrefixIndex
 from npufleet.cluster.router.sessions import Sessions
 
 UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
+
+ALL = 64  # engines up to which each is looked at
+BEST = 24  # beyond: those that hold most of the prompt, and
+DRAWN = 40  # as many drawn by chance, among which the idle ones are
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +109,7 @@ class Decider:
         self.clock = clock
         self._guess_block = guess_block
         self._models: dict[str, _Model] = {}
+        self._salt = secrets.randbits(63)
 
     def index(self, model: str) -> PrefixIndex | None:
         """The index that wants the KV events of the model's engines, None where the policy does not."""
@@ -130,15 +137,27 @@ class Decider:
         ticket = known.tickets
         known.tickets += 1
         chosen = decide(self.policy, info, loads, ticket)
-        ledger = ledgers[next(i for i, load in enumerate(loads) if load is chosen)]
+        ledger = next(ledger for ledger in ledgers if ledger.engine_id == chosen.engine_id)
         if self.policy.sessions and info.session:
             known.sessions.put(info.session, ledger.engine_id)
         return Claim(self, known, ledger, chosen, info)
 
     def look(self, model: str, info: RequestInfo, ledgers: Sequence[Ledger], ttl: float) -> list[EngineLoad]:
-        """The snapshot that the policy decides on."""
+        """The snapshot that the policy decides on.
+
+        Of a large fleet a policy that reads prefix caches sees only those engines that hold most of the prompt
+        and some others by chance: the best of forty is hardly worse than the best of a thousand, and looking at
+        each would take longer than many a prompt.
+        """
         known, policy = self._model(model), self.policy
-        cached = known.prefix.match(info.prompt) if known.prefix is not None and info.prompt else {}
+        some: Some | None = None
+        if known.prefix is not None and len(ledgers) > ALL:
+            start = mix(self._salt ^ known.tickets)
+            drawn = {ledgers[mix(start + at) % len(ledgers)].engine_id for at in range(DRAWN)}
+            some = Some(BEST, drawn)
+        cached = known.prefix.match(info.prompt, some) if known.prefix is not None and info.prompt else {}
+        if some is not None:
+            ledgers = [one for one in ledgers if one.engine_id in cached or one.engine_id in some.also]
         stuck = known.sessions.engine(info.session) if policy.sessions and info.session else ""
         paces = known.paces
         return [

@@ -98,7 +98,7 @@ class PaceBook:
 
     def _slow(self, engine: _Engine) -> float:
         above = engine.log_slow - self._log_slow
-        return math.exp(math.copysign(max(0.0, abs(above) - _SURE), above))
+        return math.exp(above * (1.0 - (_SURE / above) ** 2)) if abs(above) > _SURE else 1.0
 
     def _fit(self, features: tuple[float, ...], seconds: float) -> None:
         weight = 1.0 / max(0.01, seconds)  # relative errors, not seconds, are what shall be small

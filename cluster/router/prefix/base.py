@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple
 
 from npufleet.cluster.router.prefix.prompt import Prompt
+
+
+class Some(NamedTuple):
+    """A few engines of many."""
+
+    most: int  # those that hold the most of a prompt, so many
+    also: Collection[str]  # and these
 
 
 class PrefixSource(ABC):
@@ -15,8 +24,11 @@ class PrefixSource(ABC):
     """
 
     @abstractmethod
-    def match(self, prompt: Prompt) -> Mapping[str, int]:
-        """Engine id -> leading tokens of ``prompt`` that its cache holds; engines with none are left out."""
+    def match(self, prompt: Prompt, some: Some | None = None) -> Mapping[str, int]:
+        """Engine id -> leading tokens of ``prompt`` that its cache holds; engines with none are left out.
+
+        ``some`` limits the engines asked about.
+        """
 
     @abstractmethod
     def expect(self, engine_id: str, prompt: Prompt) -> object:
@@ -66,6 +78,21 @@ class Slots:
         bit = self._bit.pop(engine_id, 0)
         if bit:
             self._free.append(bit.bit_length() - 1)
+
+    def depths(self, pairs: Iterable[tuple[int, int]], some: Some | None) -> dict[str, int]:
+        """Depth by engine for ``(engines, depth)`` pairs in rising order."""
+        if some is None:
+            return {name: depth for mask, depth in pairs for name in self.names(mask)}
+        deepest = list(pairs)[::-1]
+        found = dict(
+            islice(((name, depth) for mask, depth in deepest for name in self.names(mask)), some.most)
+        )
+        for name in some.also:
+            bit = self._bit.get(name, 0)
+            depth = next((depth for mask, depth in deepest if mask & bit), 0) if bit else 0
+            if depth:
+                found[name] = depth
+        return found
 
     def names(self, mask: int) -> Iterator[str]:
         """The engines in ``mask``."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from npufleet.cluster.router.prefix.base import PrefixSource, Slots
+from npufleet.cluster.router.prefix.base import PrefixSource, Slots, Some
 from npufleet.cluster.router.prefix.layer import Layer
 from npufleet.cluster.router.prefix.prompt import Key, Prompt
 
@@ -48,15 +48,12 @@ class PrefixGuess(PrefixSource):
         """Distinct blocks remembered now."""
         return len(self._layer)
 
-    def match(self, prompt: Prompt) -> Mapping[str, int]:
+    def match(self, prompt: Prompt, some: Some | None = None) -> Mapping[str, int]:
         """Engine id -> leading tokens of ``prompt`` that were sent there before."""
         size = self._layer.block_size
         keys = prompt.keys(size)[: max(0, prompt.length - 1) // size]
-        return {
-            name: depth * size
-            for mask, depth in self._layer.depths(keys, {})
-            for name in self._slots.names(mask)
-        }
+        found = self._slots.depths(self._layer.depths(keys, {}), some)
+        return {name: depth * size for name, depth in found.items()}
 
     def expect(self, engine_id: str, prompt: Prompt) -> object:
         """Remember the prompt."""

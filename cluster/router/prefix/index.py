@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from npufleet.cluster.router.prefix.base import PrefixSource, Slots
+from npufleet.cluster.router.prefix.base import PrefixSource, Slots, Some
 from npufleet.cluster.router.prefix.layer import Layer
 from npufleet.cluster.router.prefix.prompt import Key, Prompt
 
@@ -166,7 +166,7 @@ class PrefixIndex(PrefixSource):
             layer.users &= ~bit
         self._slots.release(engine_id)
 
-    def match(self, prompt: Prompt) -> Mapping[str, int]:
+    def match(self, prompt: Prompt, some: Some | None = None) -> Mapping[str, int]:
         """Engine id -> leading tokens of ``prompt`` that it need not compute.
 
         The last token is always computed, so a prompt that is cached as a whole counts one block less.
@@ -176,11 +176,9 @@ class PrefixIndex(PrefixSource):
         full = [layer for layer in self._layers.values() if not layer.window]
         for layer in full:
             size = layer.block_size
-            tokens = {
-                name: depth * size
-                for mask, depth in layer.depths(_usable(prompt, size), self._expected)
-                for name in self._slots.names(mask)
-            }
+            depths = layer.depths(_usable(prompt, size), self._expected)
+            few = self._slots.depths(depths, some if len(full) == 1 else None)
+            tokens = {name: depth * size for name, depth in few.items()}
             if len(full) > 1:  # an engine needs the prefix in each of its groups
                 for name in self._slots.names(layer.users):
                     found[name] = min(found.get(name, prompt.length), tokens.get(name, 0))
