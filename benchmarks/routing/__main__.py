@@ -92,6 +92,12 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument("--write", type=Path, help="write routing-benchmark.md and .svg into this folder")
+    parser.add_argument(
+        "--no-varied",
+        dest="varied",
+        action="store_false",
+        help="only the main table: no lags, faults, routers",
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     _load(args.trace, args.requests)
@@ -106,7 +112,7 @@ def main() -> int:
         rates[engines] = capacity(spec, workload(_trace, _prompts, 1.0))
         print(f"{engines} engines {rates[engines]:.2f} requests/s;", end=" ", flush=True)
     print()
-    todo = list(cases(tuple(args.engines), tuple(args.loads)))
+    todo = [case for case in cases(tuple(args.engines), tuple(args.loads)) if args.varied or not case.title]
     done: list[tuple[Case, Result]] = []
     begun = time.monotonic()
     with ProcessPoolExecutor(args.jobs, initializer=_load, initargs=(args.trace, args.requests)) as pool:

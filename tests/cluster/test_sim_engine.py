@@ -27,6 +27,7 @@ from npufleet.cluster.router.server import RouterHandle, serve_router
 from .router_fakes import QUICK, ListSource, until
 
 BLOCK = 16
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
