@@ -137,7 +137,7 @@ def _init(device: Device, folder: Path) -> None:
 
 def this_node(device: Device) -> Node:
     """Return this machine as a node with the NPUs of ``device``, wired as its tools say."""
-    told = facts.merge(facts.Facts(soc=device.chip or None), here())
+    told = facts.merge(facts.Facts(soc=device.chip or None), here(virtual=device.kind == "virtual"))
     return facts.node(
         "", told if told.indices else replace(told, indices=tuple(range(device.count))), exact=True
     )

@@ -16,6 +16,9 @@ from .config import FleetConfig, GatewayConfig, MetricsConfig, RouterConfig
 from .device import Device
 from .doctor.finding import Level
 from .doctor.local import free_port
+from .placement import planner, requests
+from .placement.plan import NoRoom
+from .topology.model import Topology
 
 CONNECT_S = 5.0
 
@@ -76,6 +79,28 @@ def npus(config: FleetConfig, found: Device) -> None:
     if found.kind == "virtual":
         remedy += f", or present more: {env.DEVICE}=virtual:{config.npus}"
     raise ValueError(f"{config.npus} NPUs are asked for ({asked}), {found} are here; {remedy}")
+
+
+def layout(config: FleetConfig, topology: Topology) -> None:
+    """See that all engines together can be placed on these nodes by the rules, if nothing else runs there."""
+    wanted = [
+        requests.of(model, f"{model.name} {i}") for model in config.models for i in range(model.engines)
+    ]
+    made = planner.plan_all(topology, planner.idle(topology), wanted)
+    refused = [error for error in made.values() if isinstance(error, NoRoom)]
+    if not refused:
+        return
+    never = next((error for error in refused if error.never), None)
+    if never is not None:
+        raise ValueError(f"{never}")
+    asked = " + ".join(
+        f"{model.engines} x {requests.of(model, '').npus} for {model.name}" for model in config.models
+    )
+    healthy = sum(node.usable.bit_count() for node in topology.nodes)
+    raise ValueError(
+        f"{len(refused)} of {len(wanted)} engines find no room even if nothing else runs: {asked} NPUs are asked "
+        f"for, {healthy} healthy ones are there; {refused[0]}"
+    )
 
 
 def cluster(address: str) -> None:

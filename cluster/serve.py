@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from . import ask, local, preflight, runs, start_failure
+from . import ask, local, preflight, preflight_cluster, runs, start_failure
 from .addresses import netloc, reachable
 from .app import CONTROLLER, assemble
 from .caretaker import Caretaker
@@ -26,6 +26,7 @@ from .engine import orphan
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
 from .targets import Target, resolve
+from .topology.model import Topology
 
 POLL_S = 0.25  # for signals
 FOLLOW_S = 1.0  # each look at a starting fleet costs CPU that the start needs
@@ -65,6 +66,7 @@ def serve(args: argparse.Namespace) -> int:
     target = resolve(args, console.say)
     if target.device is not None:  # ports, files and NPUs are those of the cluster's nodes otherwise
         preflight.npus(target.config, target.device)
+        preflight.layout(target.config, Topology(nodes=(local.this_node(target.device),)))
         preflight.files(target.config, console.say)
         _first_key(target.config)
         preflight.ports(target.config)
@@ -188,6 +190,7 @@ class _Fleet:
         if address:
             _connect(address)
             say(f"connected to the Ray cluster at {address}; device: {config.device}")
+            preflight_cluster.check(config, APPLICATION, say)
         else:
             assert target.device is not None and self.folder is not None
             self.caretaker = Caretaker.start(self.record, self.folder)

@@ -7,6 +7,7 @@ from typing import Any
 
 from .addresses import netloc, reachable
 from .config import FleetConfig
+from .topology.labels import ranges
 
 
 def progress_line(entry: dict[str, Any]) -> str:
@@ -37,9 +38,29 @@ def render(status: dict[str, Any]) -> str:
         if entry["engine_id"] not in known:
             lines.append(f"  {progress_line(entry)}")
     for node in status["nodes"]:
-        title = node["address"] or node["node_id"][:12]
-        lines.append(f"  node {title}: {node['reserved']} of {node['npus']} NPUs in use")
+        lines += node_lines(node)
     return "\n".join(lines)
+
+
+def node_lines(node: dict[str, Any]) -> list[str]:
+    """Return one node as a branch of the tree: what it is, and below it who has which of its NPUs."""
+    title = node["address"] or node["node_id"][:12]
+    place = [node.get("chip"), f"super-pod {node['super_pod']}" if node.get("super_pod") else ""]
+    told = ", ".join(filter(None, [*place, node.get("failure_domain")]))
+    lines = [
+        f"  node {title}{f' ({told})' if told else ''}: {node['reserved']} of {node['npus']} NPUs in use"
+    ]
+    runs: list[tuple[list[int], str]] = []
+    for entry in node.get("devices", ()):
+        holder = entry["engine"] or ("free" if entry["healthy"] else "sick")
+        if runs and runs[-1][1] == holder:
+            runs[-1][0].append(entry["npu"])
+        else:
+            runs.append(([entry["npu"]], holder))
+    for i, (indices, holder) in enumerate(runs):
+        branch = "└─" if i == len(runs) - 1 else "├─"
+        lines.append(f"  {branch} {f'NPU {ranges(indices)}':<11} {holder}")
+    return lines
 
 
 def how_to_talk(config: FleetConfig) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -103,6 +103,12 @@ def skewed(offset: float, error: float) -> Finding:
         "" if level is Level.OK else "synchronize the clocks: chronyc makestep, or timedatectl set-ntp true"
     )
     return Finding(name="clock", level=level, text=f"{offset:+.3f} s (± {error:.3f} s)", remedy=remedy)
+
+
+def on_each(nodes: Sequence[Node], call: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Run ``call`` on each node and return its answers by node id; a text says why a node gave none."""
+    asked = {node.node_id: _remote(call, node).remote(*arguments) for node in nodes}
+    return {node_id: _answer(reference) for node_id, reference in asked.items()}
 
 
 def _remote(call: Any, node: Node, **options: Any) -> Any:

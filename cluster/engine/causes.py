@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..hccl_errors import explain
+
 MAX_CHARS = 600
 
 _WRONG_INPUT = (
@@ -41,8 +43,10 @@ def _one_line(error: BaseException) -> str:
         text = "; ".join(map(_refusal, details()))
     else:
         text = f"{type(error).__name__}: {error}"
+    meaning = explain(text)
     text = " ".join(text.split())
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} …"
+    text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} …"
+    return f"{text} ({meaning})" if meaning else text
 
 
 def _refusal(entry: Mapping[str, Any]) -> str:

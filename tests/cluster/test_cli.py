@@ -345,7 +345,22 @@ def answer_of_the_controller() -> dict[str, Any]:
             {"engine_id": "m-1", "phase": "ready", "detail": "", "seconds": {}},
             {"engine_id": "m-2", "phase": "placing", "detail": "no room", "seconds": {"placing": 1.0}},
         ],
-        "nodes": [{"node_id": "abc", "address": "10.0.0.1", "npus": 8, "reserved": 1}],
+        "nodes": [
+            {
+                "node_id": "abc",
+                "address": "10.0.0.1",
+                "chip": "Ascend910_9391",
+                "super_pod": "3",
+                "failure_domain": "rack-7",
+                "npus": 8,
+                "reserved": 2,
+                "devices": [
+                    {"npu": i, "healthy": i != 7, "engine": "m-1" if i in (2, 3) else "", "model": "m"}
+                    for i in range(8)
+                ],
+            },
+            {"node_id": "head", "address": "10.0.0.2", "npus": 0, "reserved": 0, "devices": []},
+        ],
     }
 
 
@@ -355,6 +370,14 @@ def test_status_text() -> None:
     assert "model m: 1 of 2 engines ready" in text
     assert "engine m-1 ready at h:1 on virtual npu X" in text
     assert "engine m-2 placing: no room (placing 1.0 s)" in text
+    assert text.splitlines()[-6:] == [
+        "  node 10.0.0.1 (Ascend910_9391, super-pod 3, rack-7): 2 of 8 NPUs in use",
+        "  ├─ NPU 0-1     free",
+        "  ├─ NPU 2-3     m-1",
+        "  ├─ NPU 4-6     free",
+        "  └─ NPU 7       sick",
+        "  node 10.0.0.2: 0 of 0 NPUs in use",
+    ]
 
 
 def test_how_to_talk_names_every_door(virtual: None, checkpoint: Path) -> None:

@@ -11,12 +11,18 @@ ORDER = ("environment", "npu_smi", "device_files")
 """Modules of this package with a class ``Here``; a declared file, where one is given, comes before them."""
 
 
-def here(declared: Source | None = None) -> Facts:
+def here(declared: Source | None = None, *, virtual: bool | None = None) -> Facts:
     """Return what this machine's sources say together.
+
+    Args:
+        declared: a file that the user gave.
+        virtual: whether the NPUs are virtual ones; asked of the environment if None.
 
     Raises:
         ValueError: if a source finds something that it cannot make sense of.
     """
     found: list[Source] = [declared] if declared else []
-    found += [import_module(f"{__name__}.{name}").Here() for name in ORDER]
+    for name in ORDER:
+        settings = {"virtual": virtual} if name == "environment" else {}
+        found.append(import_module(f"{__name__}.{name}").Here(**settings))
     return merge(*(source.look() for source in found))
