@@ -11,12 +11,15 @@ import atexit
 import importlib
 import os
 import shutil
+import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
 from .. import env
 from ..config import ModelConfig
 from ..placement.plan import Plan
+from ..placement.ports import hccl_bases
+from . import worker_launch
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -76,7 +79,7 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     config.parallel_config.placement_group = group
-    config.parallel_config.ray_runtime_env = _worker_environment()
+    config.parallel_config.ray_runtime_env = _worker_environment(plan)
     return AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
@@ -117,7 +120,7 @@ def _kv_events(model: ModelConfig) -> Any:
     )
 
 
-def _worker_environment() -> Any:
+def _worker_environment(plan: Plan) -> Any:
     """Return the runtime environment of the workers: which virtual NPUs there are must be known before
     torch loads.
 
@@ -127,4 +130,16 @@ def _worker_environment() -> Any:
     from ray.runtime_env import RuntimeEnv
 
     device = os.environ.get(env.DEVICE)
-    return RuntimeEnv(env_vars={env.DEVICE: device} if device else {})
+    return RuntimeEnv(
+        env_vars={env.DEVICE: device} if device else {},
+        py_executable=worker_launch.command(sys.executable, _hccl_ports(plan)),
+    )
+
+
+def _hccl_ports(plan: Plan) -> dict[str, int]:
+    """HCCL's ports by the address of each node, where the plan knows the NPUs."""
+    import ray
+
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    bases = hccl_bases(plan.bundles)
+    return {addresses[node_id]: port for node_id, port in bases.items() if node_id in addresses}
