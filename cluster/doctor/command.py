@@ -36,6 +36,9 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--nodes", metavar="all|ADDRESSES", help="nodes of a Ray cluster instead of this machine"
     )
     doctor.add_argument("--address", default="auto", help="the Ray cluster for --nodes (default %(default)s)")
+    doctor.add_argument(
+        "--expect", type=int, metavar="N", help="with --nodes: fail unless the cluster has N nodes"
+    )
     doctor.add_argument("--config", type=Path, metavar="YAML", help="also what this FleetConfig needs")
     doctor.add_argument("--meet", action="store_true", help="let two NPUs of this machine run an all-reduce")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -93,6 +96,6 @@ def _findings(args: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         )
         return
     try:
-        yield from nodes.examine(args.nodes, models)
+        yield from nodes.examine(args.nodes, models, expect=args.expect)
     finally:
         ray.shutdown()

@@ -34,12 +34,15 @@ Told = tuple[str, Finding]
 """A node's title and a finding about it."""
 
 
-def examine(wanted: str, models: Iterable[tuple[str, str]] = ()) -> Iterator[Told]:
+def examine(
+    wanted: str, models: Iterable[tuple[str, str]] = (), *, expect: int | None = None
+) -> Iterator[Told]:
     """Yield findings about nodes of the Ray cluster that this process is connected to.
 
     Args:
         wanted: "all", or addresses with commas between.
         models: (name, checkpoint folder) that every node with NPUs must be able to read.
+        expect: how many nodes the cluster must have, None if that is not known.
 
     Raises:
         ValueError: if a node that is asked for is not there.
@@ -47,6 +50,8 @@ def examine(wanted: str, models: Iterable[tuple[str, str]] = ()) -> Iterator[Tol
     import ray
 
     entries = {entry["NodeID"]: entry for entry in ray.nodes() if entry.get("Alive")}
+    if expect is not None:
+        yield "cluster", joined(len(entries), expect)
     chosen = choose(ray_state.topology(entries.values()).nodes, wanted)
     asked = {
         node.node_id: _remote(_findings, node).remote(list(models) if node.npus else []) for node in chosen
@@ -66,6 +71,18 @@ def examine(wanted: str, models: Iterable[tuple[str, str]] = ()) -> Iterator[Tol
     able = [node for node in answered if node.npus]
     if able:
         yield ", ".join(node.title for node in able), _meet(able)
+
+
+def joined(found: int, expect: int) -> Finding:
+    """Check that every node has joined: `ray up` returns before they have, and tells of no error."""
+    if found == expect:
+        return Finding(name="nodes", level=Level.OK, text=f"{found} of {expect} have joined")
+    return Finding(
+        name="nodes",
+        level=Level.FAIL,
+        text=f"{found} of {expect} have joined",
+        remedy="give them a minute; then the head's log tells why: /tmp/ray/session_latest/logs/monitor.*",
+    )
 
 
 def choose(nodes: Sequence[Node], wanted: str) -> list[Node]:
