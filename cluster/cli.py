@@ -165,9 +165,9 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from .plan.command import run
+    from .plan import command, placement
 
-    return run(args)
+    return placement.run(args) if args.kind == "placement" else command.run(args)
 
 
 def _node(args: argparse.Namespace) -> int:

@@ -58,9 +58,8 @@ def nobody_else(config: FleetConfig, application: str) -> None:
         name = f"the fleet {status['fleet']!r}"
     except (KeyError, TimeoutError, RuntimeError):  # it starts or ends just now
         pass
-    same = " of that name" if name == f"the fleet {config.name!r}" else ""
     raise ValueError(
-        f"{name} already runs on this Ray cluster, and one cluster serves one fleet{same}; "
+        f"{name} already runs on this Ray cluster, which serves one fleet at a time; "
         "add the models to its configuration, or stop it first"
     )
 

@@ -35,6 +35,7 @@ def machine(
     yield local.shared_memory()
     yield local.open_files()
     yield hardware.huge_pages()
+    yield hardware.ephemeral_ports()
     yield hardware.disk(env.home())
     yield from hardware.sources(models)
     if meet and found.level is not Level.FAIL:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..placement.ports import HCCL_BASE
 from ..topology.chips import Family, family_of
 from ..topology.npu_smi import Chip
 from ..topology.npu_smi import info as npu_smi_info
@@ -20,6 +21,7 @@ BUSY_SHARE = 0.1  # of an NPU's memory: more than the driver keeps for itself
 WEIGHTS_GOOD = 100 << 30
 """Free bytes for checkpoints that a server should have."""
 HUGE_PAGES = Path("/proc/meminfo")
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def npus() -> Iterator[Finding]:
@@ -113,6 +115,23 @@ def huge_pages(file: Path = HUGE_PAGES) -> Finding:
             remedy="raise vm.nr_hugepages, or stop what holds them (ipcs -m, files in /dev/hugepages)",
         )
     return Finding(name="huge pages", level=Level.OK, text=f"{free} of {total} free")
+
+
+def ephemeral_ports(file: Path = PORT_RANGE) -> Finding:
+    """Check that the system gives no program a port out of the blocks that engines keep for HCCL."""
+    name = "ephemeral ports"
+    try:
+        first, last = (int(word) for word in file.read_text().split())
+    except (OSError, ValueError):
+        return Finding(name=name, level=Level.OK, text="not reported by this system")
+    if last < HCCL_BASE:
+        return Finding(name=name, level=Level.OK, text=f"{first} to {last}")
+    return Finding(
+        name=name,
+        level=Level.WARN,
+        text=f"{first} to {last}, and HCCL listens from {HCCL_BASE} on: a start may find its port taken",
+        remedy=f"sysctl -w net.ipv4.ip_local_port_range='{min(first, 32768)} {HCCL_BASE - 1}'",
+    )
 
 
 def disk(folder: Path) -> Finding:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import checks, config
 from ..checkpoint.files import read_json
+from . import placement
 from .memory import CHIPS, GIB, HCCL_BUFFERS, Ledger, Limits, ledger
 from .model import ModelShape, from_config
 from .quantization import MODELSLIM_FILE
@@ -64,6 +65,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--hccl-buffsize", type=int, default=200, metavar="MB", help="HCCL_BUFFSIZE (default %(default)s)"
     )
     memory.add_argument("--json", action="store_true", help="print the ledgers as JSON")
+    placement.add_arguments(kinds)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -301,3 +301,19 @@ def test_codes_are_explained(code: str) -> None:
 
 def test_numbers_that_are_no_codes_are_left_alone() -> None:
     assert hccl_errors.explain("took 1070012 us, id 9EI0006") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("32768\t60999\n", Level.OK), ("1024 65535", Level.WARN), ("?", Level.OK)]
+)
+def test_ports_of_hccl_are_not_given_to_others(text: str, level: Level, tmp_path: Path) -> None:
+    file = tmp_path / "range"
+    file.write_text(text)
+    assert hardware.ephemeral_ports(file).level is level
+    assert hardware.ephemeral_ports(tmp_path / "none").level is Level.OK
+
+
+def test_every_node_must_have_joined() -> None:
+    assert nodes.joined(4, 4).level is Level.OK
+    late = nodes.joined(3, 4)
+    assert (late.level, late.text) == (Level.FAIL, "3 of 4 have joined")
