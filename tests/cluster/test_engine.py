@@ -36,10 +36,13 @@ class Controller:
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.leave: str | None = None  # what a heartbeat is answered
 
     def __getattr__(self, name: str) -> Any:
         async def remote(*args: Any) -> Any:
             self.calls.append((name, args))
+            if name == "heartbeat":
+                return self.leave
             return self.answers.pop(0) if name == "place" else None
 
         return type("Method", (), {"remote": staticmethod(remote)})
@@ -149,6 +152,21 @@ async def test_a_start_registers_and_a_stop_gives_everything_back(world: World) 
     assert controller.said("heartbeat")[-1][0]["state"] == "draining"
     assert controller.calls[-1] == ("unregister", (engine.engine_id,))
     assert (world.server.drained, world.llm.stopped, world.groups) == (True, True, [])
+
+
+async def test_an_engine_makes_way_for_a_higher_priority(world: World) -> None:
+    controller = Controller(ROOM)
+    engine = await world.start(controller)
+    controller.leave = "engine x of 'y' has a higher priority (3)"
+    await asyncio.wait_for(world.exited.wait(), 10)
+    assert world.exits == [0]
+    assert controller.said("heartbeat")[-1][0]["state"] == "draining"
+    assert (world.server.drained, world.llm.stopped, world.groups) == (True, True, [])
+    assert controller.calls[-1] == ("unregister", (engine.engine_id,))
+    with pytest.raises(RuntimeError, match="higher priority"):
+        await engine.check_health()
+    for task in engine._tasks:
+        task.cancel()
 
 
 async def test_a_request_that_never_fits_fails_at_once(world: World) -> None:
