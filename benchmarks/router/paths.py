@@ -51,6 +51,12 @@ WAYS = (
         each="--engine {grpc}",
     ),
     Way(
+        name="Envoy asking over ext_proc",
+        speaks="grpc",
+        command=f"{_ROUTER} --data-plane envoy --envoy-filter ext_proc",
+        each="--engine {grpc}",
+    ),
+    Way(
         name="npufleet router, grpcio transport",
         speaks="grpc",
         command=f"{_ROUTER} --transport grpcio",

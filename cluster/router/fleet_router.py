@@ -91,12 +91,12 @@ async def start_router(
             )
             handle = await serve_envoy(source(), asked, policy=config.policy, registry=registry, keys=known)
             return FleetRouter(handle=handle, exporter=None, _parts=parts.pop_all())
-        port = config.port
+        port, peers = config.port, None
         if config.processes > 1:
             further = RouterProcesses(source(), _setup(config, keys), config.processes - 1, first=1)
             await further.start()
             parts.push_async_callback(further.close)
-            port = further.port
+            port, peers = further.port, further.table
             exporter = await on_port(metrics_host, 0, further.metrics)
             parts.push_async_callback(exporter.cleanup)
         own = await serve_router(
@@ -109,6 +109,7 @@ async def start_router(
             tls=config.tls,
             registry=registry,
             reuse_port=config.processes > 1,
+            peers=peers,
         )
         return FleetRouter(handle=own, exporter=exporter, _parts=parts.pop_all())
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from npufleet.cluster.router.base import ASSUMED, EngineLoad, LoadReport, Pace
 
@@ -32,6 +33,28 @@ class _Totals:
     pairs_queued: float = 0.0
 
 
+class Share(NamedTuple):
+    """What one router has on one engine now."""
+
+    in_flight: int = 0
+    queued: int = 0
+    queued_tokens: int = 0
+    queued_pairs: float = 0.0
+
+
+NOTHING = Share()
+
+
+class Peers(Protocol):
+    """Further routers over the same engines that tell each other what they have on them."""
+
+    def others(self, engine_id: str) -> Share:
+        """What all others have on the engine."""
+
+    def tell(self, engine_id: str, share: Share) -> None:
+        """What this one has on it now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """The sums at the moment a report was asked for, and that moment in monotonic seconds."""
@@ -43,8 +66,19 @@ class Mark:
 class Ledger:
     """Counts for one engine. ``clock`` is monotonic seconds."""
 
-    def __init__(self, engine_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        others: Callable[[], Share] | None = None,
+        tell: Callable[[Share], None] | None = None,
+    ) -> None:
+        """``others()`` is what further routers have on the engine now, ``tell(share)`` tells them of each change
+        here; None: there are none.
+        """
         self.engine_id = engine_id
+        self._others = others
+        self._tell = tell
         self._clock = clock
         self._totals = _Totals()
         self._mark = Mark((0, 0), clock())
@@ -66,6 +100,10 @@ class Ledger:
         """Prompt tokens to compute for requests without any output yet."""
         return self._totals.tokens_sent - self._totals.tokens_started
 
+    def share(self) -> Share:
+        """What this router alone has on the engine, for others to count."""
+        return Share(self.in_flight, self.queued, self.queued_tokens, self._totals.pairs_queued)
+
     def sent(self, tokens: int, pairs: float = 0.0) -> None:
         """A request goes to the engine, which has to compute ``tokens`` prompt tokens of it and ``pairs``
         token pairs.
@@ -74,6 +112,8 @@ class Ledger:
         self._totals.requests_sent += 1
         self._totals.tokens_sent += tokens
         self._totals.pairs_queued += pairs
+        if self._tell is not None:
+            self._tell(self.share())
 
     def started(self, tokens: int, pairs: float = 0.0) -> None:
         """Its first output came back."""
@@ -81,6 +121,8 @@ class Ledger:
         self._totals.requests_started += 1
         self._totals.tokens_started += tokens
         self._totals.pairs_queued = max(0.0, self._totals.pairs_queued - pairs) if self.queued else 0.0
+        if self._tell is not None:
+            self._tell(self.share())
 
     def ended(self, tokens: int, pairs: float = 0.0, *, started: bool) -> None:
         """It ended, with or without any output."""
@@ -88,10 +130,12 @@ class Ledger:
             self.started(tokens, pairs)
         self._remember()
         self._totals.requests_ended += 1
+        if self._tell is not None:
+            self._tell(self.share())
 
     def mark(self) -> Mark:
         """Take the mark for a report that is about to be asked for."""
-        return Mark((self.in_flight, self.queued_tokens), self._clock())
+        return Mark(self._all(), self._clock())
 
     def mark_before(self, seconds: float) -> Mark:
         """The mark of ``seconds`` ago, for a report that came unasked."""
@@ -99,7 +143,7 @@ class Ledger:
         for mark in self._past:
             if mark.at >= at:
                 return Mark(mark.totals, at)
-        return Mark((self.in_flight, self.queued_tokens), at)
+        return Mark(self._all(), at)
 
     def take(self, report: LoadReport, mark: Mark) -> None:
         """Believe ``report``, which answers the question asked at ``mark``, unless a newer one is here."""
@@ -119,18 +163,21 @@ class Ledger:
 
         ``cached``, ``sticky`` and ``pace`` are what is known about the engine for one request.
         """
-        totals = self._totals
-        in_flight = totals.requests_sent - totals.requests_ended
-        queued_tokens = totals.tokens_sent - totals.tokens_started
+        totals, others = self._totals, NOTHING
+        if self._others is not None:
+            others = self._others()
+            self._remember()  # what they do is seen by looking alone
+        in_flight = totals.requests_sent - totals.requests_ended + others.in_flight
+        queued_tokens = totals.tokens_sent - totals.tokens_started + others.queued_tokens
         report, mark = self._report, self._mark.totals
         if report is not None and self._clock() - self._mark.at > ttl:
             report = None
         return EngineLoad(
             self.engine_id,
             in_flight,
-            totals.requests_sent - totals.requests_started,
+            totals.requests_sent - totals.requests_started + others.queued,
             queued_tokens,
-            totals.pairs_queued,
+            totals.pairs_queued + others.queued_pairs,
             report,
             in_flight - mark[0] if report is not None else 0,
             queued_tokens - mark[1] if report is not None else 0,
@@ -139,10 +186,15 @@ class Ledger:
             pace,
         )
 
+    def _all(self) -> tuple[int, int]:
+        """Requests in flight and tokens queued, those of others included."""
+        others = NOTHING if self._others is None else self._others()
+        return self.in_flight + others.in_flight, self.queued_tokens + others.queued_tokens
+
     def _remember(self) -> None:
         """Keep the sums as they are before a change."""
         now = self._clock()
         if not self._past or now - self._past[-1].at >= _GRAIN:
-            self._past.append(Mark((self.in_flight, self.queued_tokens), now))
+            self._past.append(Mark(self._all(), now))
             while self._past[0].at < now - _MEMORY:
                 self._past.popleft()

@@ -13,13 +13,14 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 
 import grpc
 
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.base import EngineLoad
 from npufleet.cluster.router.errors import BROKE, LOST
-from npufleet.cluster.router.ledger import Ledger
+from npufleet.cluster.router.ledger import Ledger, Peers
 from npufleet.cluster.router.lookaside.signed import SignedChannel
 from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.probe import HealthProbe, sum_loads
@@ -53,15 +54,23 @@ class Member:
         settings: RouterSettings,
         on_change: Callable[[Member, MemberState, str], None],
         spare: Callable[[Member], bool] = lambda member: True,
+        peers: Peers | None = None,
     ) -> None:
-        """``spare(member)``: another engine could take its requests, so it may rest after errors."""
+        """``spare(member)``: another engine could take its requests, so it may rest after errors. ``peers`` are
+        further routers over this engine.
+        """
         self.endpoint = endpoint
         self.channel: EngineChannel = open_channel(
             settings.transport, endpoint.address, settings.link(), settings.tls
         )
         if settings.secret is not None:
             self.channel = SignedChannel(self.channel, TokenMint(settings.secret))
-        self.ledger = Ledger(endpoint.engine_id)
+        engine_id = endpoint.engine_id
+        self.ledger = Ledger(
+            engine_id,
+            others=None if peers is None else partial(peers.others, engine_id),
+            tell=None if peers is None else partial(peers.tell, engine_id),
+        )
         self._settings = settings
         self._on_change = on_change
         self._spare = spare

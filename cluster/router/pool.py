@@ -10,6 +10,7 @@ from typing import Protocol
 
 from npufleet.cluster.endpoints import EndpointSource, EngineEndpoint, Snapshot
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
+from npufleet.cluster.router.ledger import Peers
 from npufleet.cluster.router.member import Member, MemberState
 from npufleet.cluster.router.settings import RouterSettings
 
@@ -51,7 +52,10 @@ class EnginePool:
         settings: RouterSettings,
         observer: PoolObserver,
         clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
     ) -> None:
+        """``peers`` are further routers over the same engines that tell each other what they have on them."""
+        self._peers = peers
         self.settings = settings
         self._source = source
         self._observer = observer
@@ -177,7 +181,7 @@ class EnginePool:
                 member.update(endpoint)
         for engine_id, endpoint in wanted.items():
             if engine_id not in self._members:
-                member = Member(endpoint, self.settings, self._on_change, self._has_spare)
+                member = Member(endpoint, self.settings, self._on_change, self._has_spare, self._peers)
                 self._members[engine_id] = member
                 member.start()
         self._index()

@@ -18,6 +18,7 @@ from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EndpointSource
 from npufleet.cluster.router.base import Policy
 from npufleet.cluster.router.front import Front
+from npufleet.cluster.router.ledger import Peers
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.pool import EnginePool
@@ -89,6 +90,7 @@ async def serve_router(
     keys: Keys | None = None,
     tls: ServerTls | None = None,
     warm: float = 0.0,
+    peers: Peers | None = None,
 ) -> RouterHandle:
     """Start a router over ``source`` and return it; it serves until its ``close``.
 
@@ -96,8 +98,8 @@ async def serve_router(
     or a policy; the Prometheus series go into ``registry`` (a fresh one by default); ``reuse_port`` lets
     several routers share one port. With ``keys`` each call must carry one; with ``tls`` the port speaks nothing
     else. With ``warm`` it listens once each model has an engine that is ready, after that many seconds at the
-    latest: a router that shares a port must not take calls that others could answer. OSError where the port
-    cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
+    latest: a router that shares a port must not take calls that others could answer. ``peers`` are such others.
+    OSError where the port cannot be had, ValueError for an unknown policy or TLS files that cannot be used.
     """
     settings = settings or RouterSettings()
     chosen = load_policy(policy) if isinstance(policy, str) else policy
@@ -107,7 +109,7 @@ async def serve_router(
     if not warm:
         port = await _bind(server, host, port, tls)  # first: nothing is left behind where it fails
     metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
-    pool = EnginePool(source, settings, metrics)
+    pool = EnginePool(source, settings, metrics, peers=peers)
     picker = Picker(pool, chosen, settings.admission, metrics.on_refused)
     front = Front(picker, metrics, settings, keys or Keys(()))
     front.add_to(server)

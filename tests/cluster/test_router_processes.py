@@ -14,8 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from npufleet.cluster.admission.settings import AdmissionSettings
+from npufleet.cluster.router.base import LoadReport
+from npufleet.cluster.router.ledger import NOTHING, Ledger, Share
 from npufleet.cluster.router.processes.metrics import merge
 from npufleet.cluster.router.processes.setup import Setup
+from npufleet.cluster.router.processes.shares import ShareTable, Slots, create
 from npufleet.cluster.router.processes.supervisor import RouterProcesses, hold_port
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
@@ -160,3 +163,85 @@ def test_series_of_processes_stay_apart_and_keep_their_kind():
     assert merged.count("# TYPE x_total counter") == 1
     assert 'x_total{a="1",process="0"} 2.0' in merged
     assert 'x_total{a="1",process="1"} 3.0' in merged
+
+
+def test_what_others_have_is_seen_at_once_and_goes_with_them(tmp_path):
+    file = tmp_path / "shares"
+    create(file, 3)
+    now = [0.0]
+    tables = [ShareTable(file, 3, row, lambda: now[0]) for row in range(3)]
+    slots = Slots()
+    for table in tables:
+        table.assign(slots.update({"a", "b"}))
+    tables[0].tell("a", Share(2, 1, 100, 5e9))
+    tables[1].tell("a", Share(1, 1, 50, 1.0))
+    tables[1].tell("unknown", Share(9, 9, 9, 9.0))
+    assert tables[2].others("a") == Share(3, 2, 150, 5e9 + 1)
+    assert tables[0].others("a") == Share(1, 1, 50, 1.0)
+    assert tables[0].others("b") == tables[0].others("unknown") == NOTHING
+    now[0] += 1
+    tables[2].clear(1)  # its process has died
+    assert tables[0].others("a") == NOTHING
+    for table in tables:
+        table.assign(slots.update({"b", "c"}))
+    now[0] += 1
+    tables[0].tell("a", Share(7, 7, 7, 7.0))  # the end of one that ran on an engine that has left
+    assert all(table.others(e) == NOTHING for table in tables for e in "abc")
+
+
+def test_places_are_used_again_as_late_as_can_be():
+    slots = Slots(3)
+    assert slots.update({"a", "b"}) == {"a": 0, "b": 1}
+    assert slots.update({"b", "c"}) == {"b": 1, "c": 2}
+    assert slots.update({"b", "c", "d"}) == {"b": 1, "c": 2, "d": 0}
+    assert slots.update({"b", "c", "d", "e"}) == {
+        "b": 1,
+        "c": 2,
+        "d": 0,
+    }  # no place left: it is told of by none
+
+
+def test_a_ledger_counts_what_others_have_as_its_own_where_it_decides():
+    others, told = [Share(2, 1, 100, 5.0)], []
+    now = [0.0]
+    ledger = Ledger("a", lambda: now[0], lambda: others[0], told.append)
+    ledger.sent(10)
+    assert told[-1] == ledger.share() == Share(1, 1, 10, 0.0)
+    load = ledger.load(5.0)
+    assert (load.in_flight, load.queued, load.queued_tokens, load.queued_pairs) == (3, 2, 110, 5.0)
+    ledger.take(LoadReport(running=3, waiting_tokens=20), ledger.mark())
+    others[0] = Share(3, 2, 400, 5.0)  # one more since that report
+    load = ledger.load(5.0)
+    assert (load.requests_since, load.tokens_since) == (1, 300)
+    assert load.requests() == 4 and load.waiting_tokens() == 410
+    assert ledger.in_flight == 1  # what is its own stays its own
+    ledger.ended(10, started=False)
+    assert told[-1] == NOTHING
+
+
+async def test_processes_spread_a_burst_as_one_router_would():
+    """Each alone would send its first requests to the same idle engine."""
+    engines = [await FakeEngine(name=name, delay=30).start() for name in "abcd"]
+    source = ListSource(*map(endpoint, engines))
+    running = RouterProcesses(source, Setup(host="127.0.0.1", port=0, policy="least-load"), 2)
+    streams = []
+    try:
+        await running.start()
+        for name in "abcd":
+            await heard_of(running, name)
+        for number in range(16):
+            options = [("grpc.use_local_subchannel_pool", 1), ("npufleet.test", number)]
+            channel = grpc.aio.insecure_channel(running.address, options=options)
+            call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(generate_request(5))
+            streams.append((channel, call))
+            await until(lambda n=number: sum(len(engine.seen) for engine in engines) == n + 1)
+        by = total(await running.metrics(), "npufleet_router_in_flight", model=MODEL)
+        assert len(by) == 2 and all(by.values()), by
+        assert [len(engine.seen) for engine in engines] == [4, 4, 4, 4]
+    finally:
+        for channel, call in streams:
+            call.cancel()
+            await channel.close()
+        await running.close(1.0)
+        for engine in engines:
+            await engine.stop()

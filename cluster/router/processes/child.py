@@ -22,6 +22,7 @@ from npufleet.cluster.router.command import stop_asked
 from npufleet.cluster.router.lookaside.tokens import read_secret
 from npufleet.cluster.router.processes.exporter import on_socket
 from npufleet.cluster.router.processes.setup import Setup
+from npufleet.cluster.router.processes.shares import ShareTable
 from npufleet.cluster.router.server import serve_router
 from npufleet.cluster.router.settings import RouterSettings
 
@@ -29,16 +30,19 @@ _LINE_LIMIT = 64 << 20  # bytes of one set of engines
 
 
 class ParentSource:
-    """The engines that the parent tells."""
+    """The engines that the parent tells, and their places in ``table``."""
 
-    def __init__(self, reader: asyncio.StreamReader, gone: asyncio.Event) -> None:
+    def __init__(self, reader: asyncio.StreamReader, table: ShareTable, gone: asyncio.Event) -> None:
+        self._table = table
         self._reader = reader
         self._gone = gone
 
     async def watch(self) -> AsyncIterator[Snapshot]:
         """Yield each set as it comes."""
         while line := await self._reader.readline():
-            yield snapshot_from_dict(json.loads(line))
+            told = json.loads(line)
+            self._table.assign(told["slots"])
+            yield snapshot_from_dict(told["snapshot"])
         self._gone.set()
         await asyncio.Event().wait()
 
@@ -53,8 +57,9 @@ async def serve(metrics_socket: Path) -> None:
     setup = Setup.from_line(await reader.readline())
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    table = ShareTable(Path(setup.shares), setup.rows, setup.row)
     handle = await serve_router(
-        ParentSource(reader, stop),
+        ParentSource(reader, table, stop),
         host=setup.host,
         port=setup.port,
         policy=setup.policy,
@@ -69,6 +74,7 @@ async def serve(metrics_socket: Path) -> None:
         ),
         reuse_port=True,
         warm=setup.warm,
+        peers=table,
         keys=Keys(read_key_file(setup.keys, "API keys")),
         tls=setup.tls,
     )

@@ -30,6 +30,9 @@ class Setup:
     access_log: bool = False
     otlp_endpoint: str | None = None
     warm: float = 0.0  # seconds for engines to be reached before it takes calls
+    shares: str = ""  # file of shares.py; "": the process knows of no others
+    row: int = 0  # its own in there
+    rows: int = 1
     grace: float = 30.0  # seconds for running calls to end
 
     def to_line(self) -> bytes:

@@ -18,6 +18,7 @@ from npufleet.cluster.controller.wire import snapshot_to_dict
 from npufleet.cluster.endpoints import EndpointSource, Snapshot
 from npufleet.cluster.router.processes.metrics import collect
 from npufleet.cluster.router.processes.setup import Setup
+from npufleet.cluster.router.processes.shares import ShareTable, Slots, create
 
 _log = logging.getLogger(__name__)
 _WARM = 10.0
@@ -40,6 +41,11 @@ class RouterProcesses:
         self._number = number
         self._first = first
         self._folder = Path(tempfile.mkdtemp(prefix="npufleet-router-"))
+        self._rows = first + number
+        self._shares = self._folder / "shares"
+        create(self._shares, self._rows)
+        self.table = ShareTable(self._shares, self._rows, 0)  # of a router in this process, number 0
+        self._slots = Slots()
         self._held: socket.socket | None = None
         self._line = b""  # the newest set of engines
         self._children: dict[int, asyncio.subprocess.Process] = {}
@@ -99,7 +105,8 @@ class RouterProcesses:
         )
         self._children[number] = child
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(replace(self._setup, warm=warm).to_line() + self._line)
+        setup = replace(self._setup, warm=warm, shares=str(self._shares), row=number, rows=self._rows)
+        child.stdin.write(setup.to_line() + self._line)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 said = await child.stdout.readline()
@@ -115,6 +122,7 @@ class RouterProcesses:
         while True:
             code = await self._children[number].wait()
             _log.error("router process %d ended with %d; starting it again in %g s", number, code, pause)
+            self.table.clear(number)
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, 2 * pause)
             self.restarts += 1
@@ -135,7 +143,10 @@ class RouterProcesses:
             await asyncio.sleep(_RETRY)
 
     def _tell(self, snapshot: Snapshot) -> None:
-        self._line = json.dumps(snapshot_to_dict(snapshot)).encode() + b"\n"
+        slots = self._slots.update({endpoint.engine_id for endpoint in snapshot.endpoints})
+        self.table.assign(slots)
+        told = {"snapshot": snapshot_to_dict(snapshot), "slots": slots}
+        self._line = json.dumps(told).encode() + b"\n"
         for child in self._children.values():
             assert child.stdin is not None
             if child.returncode is None and not child.stdin.is_closing():
