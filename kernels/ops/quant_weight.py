@@ -13,6 +13,51 @@ def pack_int4(values: torch.Tensor) -> torch.Tensor:
     return torch_npu.npu_convert_weight_to_int4pack(values)
 
 
+def pack_int4_experts(values: torch.Tensor) -> torch.Tensor:
+    """int32 [experts, k, n] → int32 [experts, k, n / 8], as :func:`pack_int4`."""
+    experts, k, n = values.shape
+    return pack_int4(values.view(experts * k, n)).view(experts, k, n // 8)
+
+
+def grouped_int4_matmul(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """rows [r, k] times each expert's matrix of 4-bit values: [r, n], undefined beyond the sum of ``counts``.
+
+    :param rows: in bf16 or fp16, sorted by expert.
+    :param weight: of :func:`pack_int4_experts`.
+    :param scale: and ``offset``, in the dtype of rows: [experts, n], or [experts, groups, n] where groups divide k.
+    :param counts: int64 [experts] on the device: how many rows, in order, are each expert's.
+    """
+    (out,) = torch_npu.npu_grouped_matmul(
+        [rows],
+        [weight],
+        antiquant_scale=[scale],
+        antiquant_offset=[offset],
+        group_list=counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )
+    return out
+
+
+Int4Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Weight, scale and offset of :func:`grouped_int4_matmul`."""
+
+
+def int4_feed_forward(
+    rows: torch.Tensor, gate_up: Int4Matrix, down: Int4Matrix, counts: torch.Tensor
+) -> torch.Tensor:
+    """SwiGLU experts with 4-bit weights: down(silu(gate · x) · (up · x)) for rows sorted by expert.
+
+    :param rows: [r, hidden] in bf16 or fp16.
+    :returns: [r, hidden], undefined beyond the sum of ``counts``.
+    """
+    both = grouped_int4_matmul(rows, *gate_up, counts)
+    return grouped_int4_matmul(torch_npu.npu_swiglu(both), *down, counts)
+
+
 def int4_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -3,7 +3,8 @@
 import torch
 
 from .checks import FLOATS, refuse_arguments, require, require_contiguous, require_dtype, wrong
-from .quant import require_matrix, result_dtype
+from .quant import HALVES, require_matrix, result_dtype
+from .quant_weight import unpack
 from .registry import reference
 
 Tensors = list[torch.Tensor]
@@ -72,6 +73,30 @@ def _scales(
     return scale.float(), row_scale
 
 
+def _four_bits(op: str, rows: torch.Tensor, packed: torch.Tensor, given: dict[str, object]) -> torch.Tensor:
+    """fp32 [experts, k, n]: scale · (weight + offset), with one of each for an output channel [experts, n], or for a
+    group of inputs of it [experts, groups, n].
+    """
+    require_dtype(op, "x", rows, HALVES)
+    require_contiguous(op, weight=packed)
+    experts, k, n = packed.shape[0], packed.shape[1], packed.shape[2] * 8
+    found = []
+    for name in ("antiquant_scale", "antiquant_offset"):
+        value = given.pop(name, None)
+        if not isinstance(value, list) or len(value) != 1:
+            raise wrong(op, f"{name} must be a list of one tensor for 4-bit weights")
+        (tensor,) = value
+        require_dtype(op, name, tensor, (rows.dtype,))
+        require_contiguous(op, **{name: tensor})
+        groups = tensor.shape[1] if tensor.dim() == 3 else 1
+        right = tuple(tensor.shape) in ((experts, n), (experts, groups, n)) and k % groups == 0
+        require(right, op, f"{name} {tuple(tensor.shape)} does not fit {experts} experts of [{k}, {n}]")
+        found.append(tensor.float().view(experts, groups, n))
+    require(found[0].shape == found[1].shape, op, "antiquant_offset must have the shape of antiquant_scale")
+    scale, offset = (part.repeat_interleave(k // part.shape[1], 1) for part in found)
+    return scale * (unpack(packed) + offset)
+
+
 @reference("npu::npu_grouped_matmul")
 def npu_grouped_matmul(
     x: Tensors,
@@ -87,7 +112,8 @@ def npu_grouped_matmul(
 
     Of the operator's forms only this one has a reference: one x [rows, k], one weight [experts, k, n], groups
     along the rows (``group_type`` 0), one result (``split_item`` 2 or 3). int8 rows and weights have scales, of
-    each expert's output channel and of each row, and a result in bf16 or fp16.
+    each expert's output channel and of each row, and a result in bf16 or fp16. Weights of four bits, eight in an
+    int32 along n, have scales and offsets, and rows in half precision.
     """
     op = "npu_grouped_matmul"
     if len(x) != 1 or len(weight) != 1 or weight[0].dim() != 3 or group_type != 0 or split_item not in (2, 3):
@@ -96,9 +122,12 @@ def npu_grouped_matmul(
             f"split_item={split_item} (only one x, one weight [experts, k, n], group_type 0 and split_item 2 or 3)"
         )
     rows, experts = x[0], weight[0]
-    quantized = rows.dtype == torch.int8
+    quantized, packed = rows.dtype == torch.int8, experts.dtype == torch.int32
     require_dtype(op, "x", rows, (*FLOATS, torch.int8))
-    require_dtype(op, "weight", experts, (rows.dtype,))
+    if packed:
+        experts = _four_bits(op, rows, experts, others)
+    else:
+        require_dtype(op, "weight", experts, (rows.dtype,))
     require(rows.dim() == 2, op, f"x has {rows.dim()} dimensions, it must have 2")
     require_contiguous(op, x=rows)
     require_matrix(op, "weight", experts)
@@ -111,7 +140,9 @@ def npu_grouped_matmul(
     out = torch.full((rows.shape[0], experts.shape[2]), float("nan"), dtype=dtype)
     start = 0
     for index, end in enumerate(ends):
-        if end > start and scales is None:
+        if end > start and packed:
+            out[start:end] = (rows[start:end].float() @ experts[index]).to(dtype)
+        elif end > start and scales is None:
             torch.mm(rows[start:end], experts[index], out=out[start:end])
         elif end > start and scales is not None:
             sums = torch._int_mm(rows[start:end], experts[index]).float()

@@ -30,8 +30,8 @@ def npu_convert_weight_to_int4pack(weight: torch.Tensor, inner_k_tiles: int = 0)
 
 
 def unpack(weight: torch.Tensor) -> torch.Tensor:
-    """fp32 [k, n] of int32 [k, n / 8]."""
-    return ((((weight.unsqueeze(-1) >> NIBBLES) & 15) ^ 8) - 8).flatten(1).float()
+    """fp32 […, n] of int32 […, n / 8]."""
+    return ((((weight.unsqueeze(-1) >> NIBBLES) & 15) ^ 8) - 8).flatten(-2).float()
 
 
 def _check_scales(

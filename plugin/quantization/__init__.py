@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FORMATS = {
-    "compressed-tensors": "llm-compressor's W8A8 (experts: dynamic activations) and W4A16 (not for experts)",
+    "compressed-tensors": "llm-compressor's W8A8 (experts: dynamic activations) and W4A16",
     "ascend": "ModelSlim's W8A8 and W8A8_DYNAMIC; experts W8A8_DYNAMIC",
     "fp8": "FP8 weights by block (DeepSeek V3), which become the model's dtype when loaded",
 }

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from .experts import NPUW8A8ExpertsMethod
+from .experts_int4 import NPUW4A16ExpertsMethod
 from .linear import await_scales, check_static_layer
 
 SUPPORTED = (
@@ -136,11 +137,14 @@ class NPUCompressedTensorsConfig(CompressedTensorsConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         weights, inputs = schemes[0]["weights"], schemes[0]["input_activations"]
         assert isinstance(weights, QuantizationArgs)
+        if inputs is None:
+            return NPUW4A16ExpertsMethod(weights, layer.moe_config)
         dynamic = isinstance(inputs, QuantizationArgs) and inputs.dynamic
         if not dynamic or weights.strategy != "channel":
             raise ValueError(
                 f"{prefix}: experts with {_describe('weights', weights)} and {_describe('activations', inputs)} are "
-                "not supported on NPU yet; supported are int8 weights by channel with dynamic activations by token"
+                "not supported on NPU yet; supported are int8 weights by channel with dynamic activations by token "
+                "and packed int4 weights with unquantized activations"
             )
         return NPUW8A8ExpertsMethod(layer.moe_config, with_offsets=False)
 

@@ -160,6 +160,12 @@ def quantized_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
     yield lambda: quant.quant_feed_forward(
         x, int8(2, 64, 96), scales, int8(2, 48, 64), scales[:, :64].contiguous(), counts
     )
+    values = torch.randint(-8, 8, (2, 64, 96), dtype=torch.int32, device=device)
+    for shape in ((2, 96), (2, 2, 96)):
+        scale = torch.ones(shape, dtype=torch.bfloat16, device=device)
+        yield lambda scale=scale: quant_weight.grouped_int4_matmul(
+            x, quant_weight.pack_int4_experts(values), scale, scale, counts
+        )
 
 
 def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:

@@ -126,6 +126,16 @@ def test_w4a16(group, symmetric, checkpoint_path: Callable[[str], Path], bfloat1
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("name", "group", "symmetric"),
+    [("qwen3-moe", 32, True), ("deepseek-v3-moe", 32, False), ("mixtral", 0, True)],
+)
+def test_w4a16_experts(name, group, symmetric, checkpoint_path: Callable[[str], Path], bfloat16_table):
+    made = quantized.write_w4a16(checkpoint_path(name), group=group, symmetric=symmetric)
+    graph_equals_eager_and_transformers(made, bfloat16_table, fake=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("name", "make", "settings"),
     [
         ("llama-tp", lambda source: quantized.write_w8a8_static(source, symmetric=False), {}),
@@ -133,8 +143,13 @@ def test_w4a16(group, symmetric, checkpoint_path: Callable[[str], Path], bfloat1
         ("llama-tp", lambda source: quantized.write_w4a16(source, group=32, symmetric=False), {}),
         ("qwen3-moe", quantized.write_w8a8_dynamic, {"enable_expert_parallel": True}),
         ("mixtral", quantized.write_w8a8_dynamic, {}),
+        (
+            "qwen3-moe",
+            lambda source: quantized.write_w4a16(source, group=32, symmetric=True),
+            {"enable_expert_parallel": True, "additional_config": {"moe_communication": "mc2"}},
+        ),
     ],
-    ids=["static-zero", "modelslim-static", "w4a16", "experts-spread", "experts-split"],
+    ids=["static-zero", "modelslim-static", "w4a16", "experts-spread", "experts-split", "w4a16-experts-mc2"],
 )
 def test_two_ranks(name, make, settings, checkpoint_path: Callable[[str], Path], bfloat16_table):
     made = make(checkpoint_path(name))
