@@ -9,6 +9,7 @@ PLUGIN = "tests/plugin/"
 GREEDY = "tests/parity/test_parity_greedy.py -k llama-"
 RANKS = "tests/parity/test_parity_tensor_parallel.py"
 LATENT = "tests/parity/test_parity_mla.py -k deepseek-v2-"
+BETWEEN = "tests/virtual/test_hccl_experts.py -k tokens"
 EXPERTS = "tests/parity/test_parity_moe.py -k mixtral"
 
 
@@ -295,6 +296,35 @@ _EXPERTS = (
         "drop_pad_mode=3 if partial else 2",
         "drop_pad_mode=2",
         f"{KERNELS}test_moe.py",
+    ),
+    _fault(
+        "ranks tell each other of their own tokens alone",
+        "kernels/ops/moe_distribute.py",
+        "global_bs=largest * layout.ranks,\n        expert_token_nums_type",
+        "global_bs=x.shape[0] * layout.ranks,\n        expert_token_nums_type",
+        BETWEEN,
+    ),
+    _fault(
+        "rows come back without their weights",
+        "kernels/ops/moe_distribute.py",
+        "dispatched.rank_counts,\n        weights,",
+        "dispatched.rank_counts,\n        torch.ones_like(weights),",
+        BETWEEN,
+    ),
+    _fault(
+        "experts count what they receive cumulatively",
+        "kernels/ops/moe_distribute.py",
+        "expert_token_nums_type=1,",
+        "expert_token_nums_type=0,",
+        BETWEEN,
+        f"{PLUGIN}test_moe_communication.py",
+    ),
+    _fault(
+        "padding that chooses one expert again and again",
+        "plugin/moe/communication/divided.py",
+        "pad_choices(experts, whole)[mine]",
+        "pad_rows(experts, whole)[mine]",
+        f"{PLUGIN}test_moe_communication.py",
     ),
 )
 

@@ -64,3 +64,19 @@ def test_large_steps_go_all_to_all(mode, checkpoint_path, references, monkeypatc
         exchanges = llm.collective_rpc(calls_on_a_rank, args=("aten::repeat_interleave.self_Tensor",))
     assert tokens(outputs) == [result.tokens for result in references("mixtral-top-1")]
     assert min(exchanges) > 0, "no step went all-to-all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["all-to-all", "mc2"])
+def test_four_ranks_by_a_way_that_was_asked_for(way, checkpoint_path, references):
+    """Prefills go all-to-all, or what fits of all steps goes by fused dispatch and combine."""
+    asked = {"additional_config": {"moe_communication": way}}
+    with worker_engine(checkpoint_path("qwen3-moe"), 4, **SPREAD, **GRAPHS, **asked) as llm:
+        outputs = greedy(llm, prompts(VOCAB), STEPS)
+        name = {
+            "all-to-all": "aten::repeat_interleave.self_Tensor",
+            "mc2": "npu::npu_moe_distribute_dispatch_v2",
+        }[way]
+        calls = llm.collective_rpc(calls_on_a_rank, args=(name,))
+    assert tokens(outputs) == [result.tokens for result in references("qwen3-moe")]
+    assert min(calls) > 0, f"no step went by {way}"

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import Grou
 from npufleet.plugin.moe.communication.all_gather import drop_padding, pad_rows, restore_padding
 from npufleet.plugin.moe.communication.by_size import mc2_tokens, why_not_mc2
 from npufleet.plugin.moe.communication.choice import Chip, Layout, Way, chip_of, choose, worth_sending
-from npufleet.plugin.moe.communication.group import distribution
+from npufleet.plugin.moe.communication.group import distribution, hccl_buffer_bytes, wanted
 from npufleet.plugin.moe.communication.preference import preferred_way
 from npufleet.plugin.moe.router import NPURouter, npu_router
 
@@ -246,6 +246,78 @@ def test_a_way_by_name() -> None:
         asked({"moe_comunication": "mc2"})
     with pytest.raises(ValueError, match=r"'ring'; allowed are 'auto', 'all-gather', 'all-to-all', 'mc2'"):
         asked({"moe_communication": "ring"})
+
+
+def engine_config(tensor: int = 1, data: int = 16, **changes: Any) -> Any:
+    """What the choice of a communicator reads of an engine's configuration: DeepSeek V3 by default."""
+    given = {
+        "experts": 256,
+        "top_k": 8,
+        "hidden": 7168,
+        "dtype": torch.bfloat16,
+        "way": "auto",
+        "spread": True,
+    }
+    given |= changes
+    model = SimpleNamespace(
+        is_moe=given["experts"] > 0,
+        dtype=given["dtype"],
+        hf_text_config=SimpleNamespace(num_experts_per_tok=given["top_k"]),
+        get_num_experts=lambda: given["experts"],
+        get_hidden_size=lambda: given["hidden"],
+    )
+    parallel = SimpleNamespace(
+        enable_expert_parallel=given["spread"],
+        tensor_parallel_size=tensor,
+        data_parallel_size=data,
+        use_sequence_parallel_moe=given["spread"] and tensor > 1 and data > 1,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=parallel,
+        additional_config={"moe_communication": given["way"]},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "chip", "opened"),
+    [
+        ({}, "A2", True),
+        ({}, "A3", True),
+        ({"data": 8}, "A2", False),  # inside a node
+        ({"data": 8, "top_k": 4, "experts": 64}, "A3", True),
+        (
+            {"tensor": 8, "data": 1},
+            "A3",
+            False,
+        ),  # shared tokens, gathered behind: more than an all-reduce moves
+        ({"tensor": 4, "data": 4}, "A3", True),
+        ({"experts": 0}, "A3", False),
+        ({"spread": False}, "A3", False),
+        ({"data": 1}, "A3", False),
+        ({"hidden": 512}, "A3", False),
+        ({"dtype": torch.float32}, "A3", False),
+        ({"dtype": torch.float32, "way": "mc2"}, "A3", True),
+        ({"data": 2, "experts": 16, "way": "mc2", "hidden": 128}, "A2", True),
+        ({"way": "all-gather"}, "A3", False),
+        ({"way": "all-to-all"}, "A3", False),
+    ],
+)
+def test_which_engines_open_a_communicator_for_mc2(changes: dict[str, Any], chip: str, opened: bool) -> None:
+    name = {"A2": "Ascend910B3", "A3": "Ascend910_9391"}[chip]
+    assert wanted(engine_config(**changes), name) is opened
+    assert not wanted(engine_config(**changes), "Ascend950PR")
+
+
+def test_the_buffer_of_a_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    assert hccl_buffer_bytes() == 200 << 20
+    monkeypatch.setenv("HCCL_BUFFSIZE", "1024")
+    assert hccl_buffer_bytes() == 1 << 30
+    for wrong in ("0", "1.5", "many"):
+        monkeypatch.setenv("HCCL_BUFFSIZE", wrong)
+        with pytest.raises(ValueError, match=f"HCCL_BUFFSIZE is '{wrong}'"):
+            hccl_buffer_bytes()
 
 
 @pytest.mark.parametrize(
