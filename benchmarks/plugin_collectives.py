@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ DEADLINE = 300.0
 RANKS, BATCH, PROMPT = 2, 8, 64
 SPREAD = {"enable_expert_parallel": True}
 MC2 = SPREAD | {"additional_config": {"moe_communication": "mc2"}}
-AGREEMENT, MARKS, WEIGHT, SCALE = 8 * 8, 12, 4, 4
+AGREEMENT, MARKS, SCALE = 8 * 8, 12, 4
 """Bytes of a dispatch: what ranks tell each other of their call beside the counts; what travels with a row beside it:
-where it comes from, its weight (on A2), its scale if it is int8.
+where it comes from, and its scale if it is int8.
 """
+WIDE = 1024  # the smallest hidden size that the fused operators take on A3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def _fused(way: str, at: Sizes) -> dict[str, int]:
     sent = at.row // 2 + SCALE if way.endswith("int8") else at.row
     found = {
         "MoeDistributeDispatch counts": RANKS * (RANKS * AGREEMENT + 8 * at.experts),
-        "MoeDistributeDispatch": rows * (sent + MARKS + WEIGHT),
+        "MoeDistributeDispatch": rows * (sent + MARKS),
         "MoeDistributeCombine": rows * at.row,
     }
     around = {"HcclAllReduce": RANKS * at.tokens * at.row, "HcclAllGather": at.tokens * at.row}
@@ -125,8 +126,12 @@ def table(folder: Path) -> tuple[list[str], bool]:
     from tests.parity.checkpoints import BY_NAME, write
     from tests.parity.quantized import write_w8a8_dynamic
 
+    plain = BY_NAME["qwen3-moe"]
+    wide = replace(plain, name="qwen3-moe-wide", config={**plain.config, "hidden_size": WIDE})
+    models = {**BY_NAME, wide.name: wide}
+
     def path(name: str) -> Path:
-        return write(BY_NAME[name], folder)
+        return write(models[name], folder)
 
     def engines(name: str, **settings: Any) -> list[dict[str, Any]]:
         (found,) = forks.answers(partial(shared, path(name), settings), folder / "log", DEADLINE)
@@ -136,10 +141,10 @@ def table(folder: Path) -> tuple[list[str], bool]:
         ("TP2", "llama-tp"): lambda: engines("llama-tp"),
         ("EP2", "qwen3-moe"): lambda: engines("qwen3-moe", **SPREAD),
         ("DP2, all-gather", "qwen3-moe"): lambda: _replicas(path("qwen3-moe"), folder),
-        ("EP2, MC2", "qwen3-moe"): lambda: engines("qwen3-moe", **MC2),
-        ("DP2, MC2", "qwen3-moe"): lambda: _replicas(path("qwen3-moe"), folder, **MC2),
-        ("DP2, MC2, int8", "qwen3-moe"): lambda: _replicas(
-            write_w8a8_dynamic(path("qwen3-moe")).path, folder, **MC2
+        ("EP2, MC2", wide.name): lambda: engines(wide.name, **MC2),
+        ("DP2, MC2", wide.name): lambda: _replicas(path(wide.name), folder, **MC2),
+        ("DP2, MC2, int8", wide.name): lambda: _replicas(
+            write_w8a8_dynamic(path(wide.name)).path, folder, **MC2
         ),
         ("DP2, all-to-all", "mixtral-top-1"): lambda: _replicas(path("mixtral-top-1"), folder, True),
     }
@@ -151,7 +156,7 @@ def table(folder: Path) -> tuple[list[str], bool]:
     ]
     good = True
     for (way, name), run in runs.items():
-        config = BY_NAME[name].full_config()
+        config = models[name].full_config()
         at = Sizes(
             tokens=PROMPT if way == "DP2, all-to-all" else BATCH,
             row=2 * config["hidden_size"],
