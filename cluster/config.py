@@ -38,8 +38,23 @@ class ModelConfig:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """NPUs per engine."""
+        """NPUs that share each layer."""
         return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Stages of layers."""
+        return int(self.engine.get("pipeline_parallel_size", 1))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks of one engine that each have all layers and take requests of their own."""
+        return int(self.engine.get("data_parallel_size", 1))
+
+    @property
+    def npus(self) -> int:
+        """NPUs per engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +121,7 @@ class FleetConfig:
     @property
     def npus(self) -> int:
         """NPUs that all engines together need."""
-        return sum(model.engines * model.tensor_parallel_size for model in self.models)
+        return sum(model.engines * model.npus for model in self.models)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that :func:`from_dict` reads back to an equal FleetConfig."""

@@ -29,6 +29,7 @@ class Device:
     kind: str
     count: int
     chip: str = ""
+    memory: int | None = None  # bytes of each, if known without opening one
 
     def __str__(self) -> str:
         name = "virtual NPU" if self.kind == "virtual" else "NPU"
@@ -98,7 +99,7 @@ def detect(wanted: str | None = None) -> Device:
         )
     if virtual:
         count, chip = env.virtual_device()
-        return Device(kind="virtual", count=count, chip=chip)
+        return Device(kind="virtual", count=count, chip=chip, memory=env.virtual_memory())
     count = real_npus()
     if not count:
         raise ValueError(REMEDY)

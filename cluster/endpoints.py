@@ -33,6 +33,8 @@ class EngineEndpoint:
     device: str = ""  # e.g. "npu Ascend910B3" or "virtual npu Ascend910B3"
     node_id: str = ""
     role: str = "both"  # prefill | decode | both
+    npus: int = 1
+    ranks: int = 1  # data-parallel ones: each takes requests of its own
     labels: dict[str, str] = field(default_factory=dict)
 
 

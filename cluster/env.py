@@ -18,7 +18,9 @@ HOME = "NPUFLEET_HOME"
 DEVICE = "NPUFLEET_DEVICE"
 DEFAULT_VIRTUAL_DEVICE = "virtual:8:Ascend910B3,hbm=64GiB"
 
-_DEVICE_SETTING = re.compile(r"virtual:(?P<count>[1-9][0-9]*)(:(?P<soc>[A-Za-z0-9_-]+))?(,.*)?")
+_DEVICE_SETTING = re.compile(r"virtual:(?P<count>[1-9][0-9]*)(:(?P<soc>[A-Za-z0-9_-]+))?(?P<options>,.*)?")
+_HBM = re.compile(r",hbm=(?P<size>[0-9]+)(?P<unit>[KMGT]iB)")
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def home() -> Path:
@@ -32,6 +34,21 @@ def virtual_device() -> tuple[int, str]:
     Raises:
         ValueError: if ``NPUFLEET_DEVICE`` is set to something that is not a virtual NPU setting.
     """
+    match = _device_setting()
+    return int(match["count"]), match["soc"] or "Ascend910B3"
+
+
+def virtual_memory() -> int | None:
+    """Return the bytes of memory that the environment gives each virtual NPU; None if it is as the chip has it.
+
+    Raises:
+        ValueError: as :func:`virtual_device`.
+    """
+    found = _HBM.search(_device_setting()["options"] or "")
+    return int(found["size"]) * _UNITS[found["unit"]] if found else None
+
+
+def _device_setting() -> re.Match[str]:
     setting = os.environ.get(DEVICE) or DEFAULT_VIRTUAL_DEVICE
     match = _DEVICE_SETTING.fullmatch(setting)
     if match is None:
@@ -39,7 +56,7 @@ def virtual_device() -> tuple[int, str]:
             f"{DEVICE} is {setting!r}; expected virtual:COUNT[:SOC][,hbm=SIZE][,null], "
             f"for example {DEFAULT_VIRTUAL_DEVICE}"
         )
-    return int(match["count"]), match["soc"] or "Ascend910B3"
+    return match
 
 
 def kubernetes_api() -> tuple[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import checkpoint, env
+from .checkpoint import memory as checkpoint_memory
 from .config import FleetConfig, GatewayConfig, MetricsConfig, RouterConfig
 from .device import Device
 from .doctor.finding import Level
@@ -28,6 +29,14 @@ def files(config: FleetConfig, say: Callable[[str], None]) -> None:
     for model in config.models:
         for doubt in checkpoint.check(model.name, Path(model.source), model.engine):
             say(f"warning: {doubt}")
+
+
+def memory(config: FleetConfig, found: Device) -> None:
+    """See that the models fit into the NPUs' memory where that is known."""
+    if found.memory is None:
+        return
+    for model in config.models:
+        checkpoint_memory.check(model.name, Path(model.source), model.engine, found.memory)
 
 
 def ports(config: FleetConfig) -> None:
@@ -74,8 +83,10 @@ def npus(config: FleetConfig, found: Device) -> None:
     """See that the machine has as many NPUs as the engines need."""
     if config.npus <= found.count:
         return
-    asked = " + ".join(f"{m.engines} x {m.tensor_parallel_size} for {m.name}" for m in config.models)
+    asked = " + ".join(f"{m.engines} x {m.npus} for {m.name}" for m in config.models)
     remedy = "lower --replicas or --tensor-parallel"
+    if any(model.npus > model.tensor_parallel_size for model in config.models):
+        remedy = "lower --replicas, --tensor-parallel or the other sizes of an engine"
     if found.kind == "virtual":
         remedy += f", or present more: {env.DEVICE}=virtual:{config.npus}"
     raise ValueError(f"{config.npus} NPUs are asked for ({asked}), {found} are here; {remedy}")

@@ -68,6 +68,7 @@ def serve(args: argparse.Namespace) -> int:
         preflight.npus(target.config, target.device)
         preflight.layout(target.config, Topology(nodes=(local.this_node(target.device),)))
         preflight.files(target.config, console.say)
+        preflight.memory(target.config, target.device)
         _first_key(target.config)
         preflight.ports(target.config)
         target = replace(target, config=preflight.with_free_ports(target.config))
@@ -185,7 +186,7 @@ class _Fleet:
         config = self.config
         self.folder = None if address else local.make_folder()
         self.record = runs.record(_run(config, self.folder))
-        models = ", ".join(f"{m.name} ({m.engines} x {m.tensor_parallel_size} NPU)" for m in config.models)
+        models = ", ".join(f"{m.name} ({m.engines} x {m.npus} NPU)" for m in config.models)
         say(f"fleet {config.name}: {models}")
         if address:
             _connect(address)

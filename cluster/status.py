@@ -32,7 +32,7 @@ def render(status: dict[str, Any]) -> str:
     known = {engine["engine_id"] for engine in status["engines"]}
     for engine in status["engines"]:
         lines.append(
-            f"  engine {engine['engine_id']} {engine['state']} at {engine['address']} on {engine['device']}"
+            f"  engine {engine['engine_id']} {engine['state']} at {engine['address']} on {_size(engine)}"
         )
     for entry in status["progress"]:
         if entry["engine_id"] not in known:
@@ -61,6 +61,15 @@ def node_lines(node: dict[str, Any]) -> list[str]:
         branch = "└─" if i == len(runs) - 1 else "├─"
         lines.append(f"  {branch} {f'NPU {ranges(indices)}':<11} {holder}")
     return lines
+
+
+def _size(engine: dict[str, Any]) -> str:
+    """What an engine runs on: ``virtual npu Ascend910B3``, ``4 x …``, ``2 ranks of 2 x …``."""
+    # A controller of an older release says neither.
+    npus, ranks = engine.get("npus", 1), engine.get("ranks", 1)
+    if ranks > 1:
+        return f"{ranks} ranks of {npus // ranks} x {engine['device']}"
+    return f"{npus} x {engine['device']}" if npus > 1 else str(engine["device"])
 
 
 def how_to_talk(config: FleetConfig) -> str:

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.workspace import lock_workspace
 
 from .graph import ACLGraphWrapper
+from .loader import checked
 from .sampler import NPUTopKTopPSampler
 
 logger = init_logger(__name__)
@@ -42,7 +43,11 @@ class NPUModelRunner(GPUModelRunner):
         return int(self.input_batch.top_k_cpu[:requests].max())
 
     def load_model(self, load_dummy_weights: bool = False, *, model: nn.Module | None = None) -> None:
-        """Load the weights; wrap the model so that decode steps are captured and replayed."""
+        """Load the weights; wrap the model so that decode steps are captured and replayed.
+
+        :raises ValueError: weights that the checkpoint lacks.
+        """
+        self.load_config = checked(self.load_config)
         super().load_model(load_dummy_weights, model=model)
         wrapped: Any = self.model
         if type(wrapped) is CUDAGraphWrapper:

@@ -37,6 +37,7 @@ def check(config: Mapping[str, Any], engine: Mapping[str, Any], shape: ModelShap
             tensor=int(engine.get("tensor_parallel_size") or 1),
             data=int(engine.get("data_parallel_size") or 1),
             expert_parallel=expert_parallel,
+            pipeline=int(engine.get("pipeline_parallel_size") or 1),
         )
         weights(shape, layout)
 

@@ -23,12 +23,26 @@ OWNED = {
     "worker_cls": "the plugin chooses the worker",
     "max_logprobs": "engines always offer what the gateway needs",
     "enable_log_requests": "ask for it with logging, not with an engine argument",
+    **dict.fromkeys(
+        (
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "data_parallel_backend",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+        ),
+        "set data_parallel_size, the fleet places and joins the ranks",
+    ),
 }
 """Arguments that the fleet sets itself, and what to do instead."""
 
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""The ways to split an engine; their product is its NPUs."""
+
 ONE_FOR_NOW = (
-    "data_parallel_size",
-    "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
     "nnodes",
@@ -94,5 +108,6 @@ def check(given: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: {name} is {arguments[name]!r}; this version places engines with {name} 1 only. "
                 "Use tensor_parallel_size inside one node, and more engines for more throughput"
             )
-    checks.integer(arguments.get("tensor_parallel_size", 1), f"{where}.tensor_parallel_size", 1, 1024)
+    for name in SIZES:
+        checks.integer(arguments.get(name, 1), f"{where}.{name}", 1, 1024)
     return arguments

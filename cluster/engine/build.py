@@ -34,7 +34,7 @@ async def start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncL
 
     Raises:
         ValueError: if vLLM refuses the engine arguments.
-        RuntimeError: if the engine core does not come up; the cause is in the engine's log.
+        RuntimeError: if an engine core does not come up; the cause is in the engine's log.
     """
     prepare_environment(plan)
     return await asyncio.to_thread(_start, model, plan, group)
@@ -69,6 +69,7 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
 
     from .executor import FleetExecutor
 
+    several = model.data_parallel_size > 1
     args = AsyncEngineArgs(
         **{**_engine_arguments(model), **_bound(model, plan)},
         model=model.source,
@@ -76,10 +77,15 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
         distributed_executor_backend=FleetExecutor,
         max_logprobs=MAX_LOGPROBS,
         kv_events_config=model.engine.get("kv_events_config") or _kv_events(model),
+        data_parallel_backend="ray" if several else "mp",
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     config.parallel_config.placement_group = group
     config.parallel_config.ray_runtime_env = _worker_environment(plan)
+    if several:
+        from .data_parallel import start as start_ranks
+
+        return start_ranks(config, plan, group)
     return AsyncLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 from ..hccl_errors import explain
 
 MAX_CHARS = 600
+OUT_OF_MEMORY = (
+    "out of NPU memory: raise tensor_parallel_size, or lower max_num_batched_tokens, max_num_seqs or "
+    "kv_cache_memory_bytes; `npufleet plan memory` shows what needs how much"
+)
+_NO_MEMORY = re.compile(r"NPU out of memory|^OutOfMemoryError")
 
 _WRONG_INPUT = (
     ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError, AssertionError,
@@ -45,6 +51,8 @@ def _one_line(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     meaning = explain(text)
     text = " ".join(text.split())
+    if _NO_MEMORY.search(text):  # whoever says it, and as whatever error it has come from a worker
+        text = f"{OUT_OF_MEMORY} ({text.partition('If reserved memory')[0]})"
     text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} …"
     return f"{text} ({meaning})" if meaning else text
 

@@ -32,9 +32,9 @@ def _address(pid: int) -> bytes:
     return b"\0npufleet-engine-%d" % pid
 
 
-def announce(phase: StartPhase) -> None:
-    """Tell the parent process; without a listener there (a test, a debugger) nothing happens."""
-    _send(phase)
+def announce(phase: StartPhase, pid: int | None = None) -> None:
+    """Tell process ``pid``, the parent by default; without a listener there (a test, a debugger) nothing happens."""
+    _send(phase, pid)
 
 
 def announce_shared(paths: Iterable[str]) -> None:
@@ -47,10 +47,10 @@ def announce_failure(cause: Cause) -> None:
     _send(_FAILED + json.dumps(asdict(cause)))
 
 
-def _send(text: str) -> None:
+def _send(text: str, pid: int | None = None) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         try:
-            sender.sendto(text.encode(), _address(os.getppid()))
+            sender.sendto(text.encode(), _address(pid or os.getppid()))
         except OSError:
             return
 

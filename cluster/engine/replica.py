@@ -120,6 +120,8 @@ class Engine:
             state=EngineState.READY,
             device=device,
             node_id=ray.get_runtime_context().get_node_id(),
+            npus=self.config.npus,
+            ranks=self.config.data_parallel_size,
         )
         await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
         self._phase_done(self._step)
@@ -145,6 +147,8 @@ class Engine:
                 f"engine {self.engine_id} was not up {START_TIMEOUT_S:.0f} s after its NPUs were reserved: "
                 f"it was busy with {self._step!r}"
             ) from error
+        except StartFailed:
+            raise
         except RuntimeError as error:  # what vLLM makes of every fault in the engine core
             while listener.poll() is not None:
                 pass  # phases that are over

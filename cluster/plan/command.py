@@ -52,6 +52,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     memory.add_argument("target", metavar="CONFIG.yaml|MODEL_DIR|config.json", help="what to plan for")
     memory.add_argument("--tensor-parallel", type=int, metavar="N", help="NPUs that share each layer")
+    memory.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages of layers")
     memory.add_argument("--data-parallel", type=int, metavar="N", help="replicas that step together")
     memory.add_argument("--expert-parallel", action="store_true", help="whole experts on each rank")
     for name, text in _NUMBERS.items():
@@ -109,7 +110,7 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
         ValueError: for a model or an argument that the ledger does not know.
     """
     engine, where = wanted.engine, f"model {wanted.name!r}"
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if engine.get(name, 1) != 1:
             raise ValueError(f"{where}: {name} is {engine[name]!r}; memory is planned for 1 only")
     for name in ("hf_overrides", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
@@ -149,6 +150,7 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
     layout = Layout(
         tensor=number("tensor_parallel_size", args.tensor_parallel, 1) or 1,
         data=number("data_parallel_size", args.data_parallel, 1) or 1,
+        pipeline=number("pipeline_parallel_size", args.pipeline_parallel, 1) or 1,
         expert_parallel=args.expert_parallel or bool(engine.get("enable_expert_parallel", False)),
     )
     try:
@@ -174,12 +176,15 @@ def render(name: str, found: Ledger) -> Iterator[str]:
     """The ledger as lines for a terminal."""
     layout, limits, shape = found.layout, found.limits, found.shape
     split = f"tensor parallel {layout.tensor}, data parallel {layout.data}"
+    if layout.pipeline > 1:
+        split += f", {layout.pipeline} stages"
     if shape.experts:
         ranks = layout.expert_ranks
         split += f", experts {f'spread over {ranks} ranks' if layout.expert_parallel else 'sliced'}"
     held = f"{shape.quantization.format}, {shape.dtype}" if shape.quantization else shape.dtype
-    yield f"{name} ({shape.model_type}, {held}) on {layout.ranks} × {limits.chip}: {split}"
-    yield f"one NPU: {limits.hbm / GIB:.1f} GiB, of which vLLM may use {found.budget / GIB:.2f}"
+    yield f"{name} ({shape.model_type}, {held}) on {layout.npus} × {limits.chip}: {split}"
+    fullest = f" of stage {layout.stage}, the fullest" if layout.pipeline > 1 else ""
+    yield f"one NPU{fullest}: {limits.hbm / GIB:.1f} GiB, of which vLLM may use {found.budget / GIB:.2f}"
     for part in (*found.weights, *found.derived):
         yield _line(part.name, part.bytes)
     yield _line(f"activations of {limits.max_num_batched_tokens:,} tokens", found.activations)

@@ -9,11 +9,11 @@ operators take for themselves, and what the driver keeps for streams and capture
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .activations import Step, activations
 from .model import DTYPES, ModelShape
-from .weights import Layout, Part, derived, spreads_tokens, weights
+from .weights import Layout, Part, check, derived, spreads_tokens, weights
 
 GIB = 1 << 30
 BLOCK = 128
@@ -96,12 +96,17 @@ class Ledger:
 
 
 def ledger(shape: ModelShape, layout: Layout, limits: Limits | None = None) -> Ledger:
-    """Return the ledger of one NPU of an engine.
+    """Return the ledger of one NPU of an engine; of several stages that of the fullest.
 
     Raises:
         ValueError: for a layout in which the model cannot be split.
     """
-    limits = limits or Limits()
+    check(shape, layout)
+    stages = (replace(layout, stage=stage) for stage in range(layout.pipeline))
+    return min((_of_stage(shape, stage, limits or Limits()) for stage in stages), key=lambda it: it.kv_tokens)
+
+
+def _of_stage(shape: ModelShape, layout: Layout, limits: Limits) -> Ledger:
     parts = tuple(weights(shape, layout))
     all_to_all = moves_rows(shape, layout, limits.chip, limits.max_num_batched_tokens, small_step(limits))
     groups = hccl_groups(shape, layout, all_to_all=all_to_all, mc2=opens_mc2(shape, layout, limits.chip))
@@ -132,10 +137,10 @@ def kv_per_token(shape: ModelShape, layout: Layout) -> int:
     latent and one rotary part in each layer, whole on every rank (DeepSeek-V2, section 2.1.3). Layers with a
     sliding window count like the others.
     """
-    size = DTYPES[shape.dtype]
+    size, layers = DTYPES[shape.dtype], len(layout.layers(shape))
     if shape.latent:
-        return shape.layers * (shape.latent.kv_rank + shape.latent.rope) * size
-    return shape.layers * 2 * max(1, shape.kv_heads // layout.tensor) * shape.head * size
+        return layers * (shape.latent.kv_rank + shape.latent.rope) * size
+    return layers * 2 * max(1, shape.kv_heads // layout.tensor) * shape.head * size
 
 
 def small_step(limits: Limits) -> int:
@@ -172,11 +177,14 @@ def opens_mc2(shape: ModelShape, layout: Layout, chip: str) -> bool:
 def hccl_groups(shape: ModelShape, layout: Layout, *, all_to_all: bool, mc2: bool) -> tuple[str, ...]:
     """The groups of more than one rank whose collectives the plugin calls; HCCL opens a communicator at the first.
 
-    Tensor parallel: the sums of attention and feed-forward layers. Between the replicas of a model with experts:
-    the data-parallel group, or the expert-parallel one where tokens are spread over tensor-parallel ranks too, or
-    where rows go to their experts by all-to-all. Fused dispatch and combine have one that nothing else uses.
+    Tensor parallel: the sums of attention and feed-forward layers. Pipeline: what a stage hands to the next.
+    Between the replicas of a model with experts: the data-parallel group, or the expert-parallel one where tokens
+    are spread over tensor-parallel ranks too, or where rows go to their experts by all-to-all. Fused dispatch and
+    combine have one that nothing else uses.
     """
     names = ["tensor parallel"] if layout.tensor > 1 else []
+    if layout.pipeline > 1:
+        names.append("pipeline parallel")
     if shape.experts and layout.data > 1 and not spreads_tokens(shape, layout):
         names.append("data parallel")
     if spreads_tokens(shape, layout) or all_to_all:

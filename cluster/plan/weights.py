@@ -21,11 +21,34 @@ class Layout:
     """Replicas that take their steps together; those of models with experts share the experts."""
     expert_parallel: bool = False
     """Whole experts on each rank, in place of a slice of every expert."""
+    pipeline: int = 1
+    """Stages of layers."""
+    stage: int = 0
+    """The stage whose ranks are meant."""
 
     @property
     def ranks(self) -> int:
-        """NPUs of the engine."""
+        """Ranks of a stage."""
         return self.tensor * self.data
+
+    @property
+    def npus(self) -> int:
+        """NPUs of the engine."""
+        return self.ranks * self.pipeline
+
+    def layers(self, shape: ModelShape) -> range:
+        """The layers of the stage: as many in each, what is left over one each from the last but one on backwards
+        (vLLM: ``distributed/utils.py: get_pp_indices``).
+        """
+        each, left = divmod(shape.layers, self.pipeline)
+        sizes = [each + (self.pipeline - 1 - left <= i < self.pipeline - 1) for i in range(self.pipeline)]
+        start = sum(sizes[: self.stage])
+        return range(start, start + sizes[self.stage])
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the output layer."""
+        return self.stage == self.pipeline - 1
 
     @property
     def expert_ranks(self) -> int:
@@ -57,6 +80,8 @@ def check(shape: ModelShape, layout: Layout) -> None:
         ValueError: naming what does not divide.
     """
     tensor, experts = layout.tensor, shape.experts
+    if layout.pipeline > shape.layers:
+        raise ValueError(f"pipeline_parallel_size {layout.pipeline} is more than its {shape.layers} layers")
     if shape.heads % tensor:
         raise ValueError(f"tensor_parallel_size {tensor} does not divide its {shape.heads} attention heads")
     if max(shape.kv_heads, tensor) % min(shape.kv_heads, tensor) and not shape.latent:
@@ -90,7 +115,7 @@ class Matrix:
 
 
 def weights(shape: ModelShape, layout: Layout) -> list[Part]:
-    """The weights of a rank by kind, the same on every rank.
+    """The weights of a rank by kind, the same on every rank of a stage.
 
     A matrix that tensor parallelism splits counts 1/tensor of its elements, key heads are repeated where there
     are fewer of them than ranks, norms and gates are whole on every rank. Experts: ``count``/ranks whole ones
@@ -105,17 +130,20 @@ def weights(shape: ModelShape, layout: Layout) -> list[Part]:
     rows = -(-shape.vocabulary // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT // layout.tensor
     table = Part(name="embedding", elements=rows * shape.hidden, bytes=rows * shape.hidden * size)
     matrices, vectors = attention(shape, layout)
-    parts = [table, _linear(shape, "attention", matrices, vectors, range(shape.layers))]
-    norms = (2 * shape.layers + 1) * shape.hidden
+    layers = layout.layers(shape)
+    parts = [_linear(shape, "attention", matrices, vectors, layers)]
+    if layout.stage == 0 or (layout.is_last and shape.tied):
+        parts.insert(0, table)
+    norms = (2 * len(layers) + layout.is_last) * shape.hidden
     parts.append(Part(name="norms", elements=norms, bytes=norms * size))
-    plain = [n for n in range(shape.layers) if not shape.experts or n not in shape.experts.layers]
+    plain = [n for n in layers if not shape.experts or n not in shape.experts.layers]
     if plain:
         matrices = feed_forward("mlp", shape.hidden, shape.intermediate // layout.tensor)
         vectors = 2 * shape.intermediate // layout.tensor + shape.hidden if shape.mlp_bias else 0
         parts.append(_linear(shape, "feed-forward", matrices, vectors, plain))
     if shape.experts:
         parts.extend(_experts(shape, shape.experts, layout, size))
-    if not shape.tied:
+    if layout.is_last and not shape.tied:
         parts.append(Part(name="output", elements=table.elements, bytes=table.bytes))
     return parts
 
@@ -188,7 +216,7 @@ def feed_forward(
 
 
 def _experts(shape: ModelShape, experts: Experts, layout: Layout, size: int) -> Iterator[Part]:
-    layers = sorted(experts.layers)
+    layers = [number for number in layout.layers(shape) if number in experts.layers]
     gate, bias = experts.count * shape.hidden, experts.count if experts.biased else 0
     yield Part(
         name="gates",
@@ -246,6 +274,11 @@ def derived(shape: ModelShape, layout: Layout) -> list[Part]:
     parts = [Part(name="rotary table", elements=table, bytes=table * size)]
     if shape.latent:
         heads = shape.heads // layout.tensor
-        up = shape.layers * heads * shape.latent.kv_rank * (shape.latent.nope + shape.latent.value)
+        up = (
+            len(layout.layers(shape))
+            * heads
+            * shape.latent.kv_rank
+            * (shape.latent.nope + shape.latent.value)
+        )
         parts.append(Part(name="absorbed projections", elements=up, bytes=up * size))
     return parts

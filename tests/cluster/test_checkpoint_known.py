@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from npufleet.cluster import checkpoint
+from npufleet.cluster.checkpoint import memory
 from npufleet.cluster.checkpoint.files import INDEX
 
 from .checkpoints import CONFIGS, W8A8, Entries, entries, safetensors, write
@@ -164,3 +166,22 @@ def test_layouts_that_cannot_be_are_refused(
     write(tmp_path, CONFIGS[kind], entries(kind))
     with pytest.raises(ValueError, match=said):
         checkpoint.check("m", tmp_path, engine)
+
+
+def test_what_cannot_lie_in_memory_is_said_before_the_start(tmp_path: Path) -> None:
+    write(tmp_path, CONFIGS["llama"], entries("llama"))
+    needs = 2 * sum(math.prod(shape) for _, shape in entries("llama").values())
+    memory.check("m", tmp_path, {}, 2 * needs)
+    with pytest.raises(ValueError, match=r"out of memory: the weights take .* raise tensor_parallel_size"):
+        memory.check("m", tmp_path, {}, needs - 1)
+    memory.check("m", tmp_path, {"tensor_parallel_size": 2}, needs - 1)
+    cache = {"kv_cache_memory_bytes": 2 * needs}
+    with pytest.raises(ValueError, match=r"and the KV cache .*; lower kv_cache_memory_bytes below"):
+        memory.check("m", tmp_path, cache, 2 * needs)
+
+
+def test_files_of_an_unknown_family_are_weighed(tmp_path: Path) -> None:
+    write(tmp_path, {**CONFIGS["llama"], "model_type": "other"}, entries("llama"))
+    with pytest.raises(ValueError, match="out of memory"):
+        memory.check("m", tmp_path, {}, 1 << 10)
+    memory.check("m", tmp_path, {}, 1 << 30)

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from npufleet.cluster.config import ModelConfig
 from npufleet.cluster.engine import build, orphan, phases, replica
@@ -258,6 +259,15 @@ def test_a_cause_is_one_line_and_knows_whether_another_try_helps() -> None:
     assert Cause.of(remote) == Cause(text="FileNotFoundError: [Errno 2] No such file: '/w'", final=False)
     assert Cause.of(OSError("config.json is not valid")).final
     assert not Cause.of(RuntimeError("x" * 9999)).final
+    full = "NPU out of memory. Tried to allocate 1 GiB. If reserved memory is >> allocated memory try more"
+    for error in (
+        torch.OutOfMemoryError(full),
+        RuntimeError(f"Worker failed with error '{full}', see above"),
+    ):
+        memory = Cause.of(error)
+        assert memory.text.startswith("out of NPU memory: raise tensor_parallel_size, or lower")
+        assert "Tried to allocate 1 GiB" in memory.text and "If reserved" not in memory.text
+        assert not memory.final
     assert len(Cause.of(RuntimeError("x" * 9999)).text) < MAX_CHARS + 3
 
 

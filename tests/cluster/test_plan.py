@@ -290,7 +290,13 @@ def test_a_fleet_is_planned_with_its_engine_arguments(
     assert cli.main(["plan", "memory", str(fleet), "--json"]) == 0
     (data,) = json.loads(capsys.readouterr().out)
     assert data["model"] == "chat" and data["graphs"] == 0
-    assert data["layout"] == {"tensor": 4, "data": 1, "expert_parallel": True}
+    assert data["layout"] == {
+        "tensor": 4,
+        "data": 1,
+        "expert_parallel": True,
+        "pipeline": 1,
+        "stage": 0,
+    }
     assert data["limits"]["max_num_seqs"] == 8
 
 
@@ -306,6 +312,37 @@ def test_what_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["plan", "memory", str(tmp_path / "nowhere")]) == 2
     assert "expected a FleetConfig" in capsys.readouterr().err
     assert cli.main(["plan", "memory", str(tmp_path)]) == 2
+
+
+# Stages
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (61, 4), (8, 3), (5, 5), (80, 1)])
+def test_stages_have_the_layers_that_vllm_gives_them(layers: int, stages: int) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    shape = from_config(config("llama") | {"num_hidden_layers": layers})
+    for stage in range(stages):
+        own = Layout(pipeline=stages, stage=stage).layers(shape)
+        assert (own.start, own.stop) == get_pp_indices(layers, stage, stages)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_stages_together_are_the_model(kind: str) -> None:
+    shape = from_config(config(kind))
+    stages = [Layout(pipeline=3, stage=stage) for stage in range(3)]
+    twice = shape.vocabulary * shape.hidden if shape.tied else 0  # the first and the last need the table
+    assert sum(counted(shape, stage) for stage in stages) == counted(shape, Layout()) + twice
+    assert sum(kv_per_token(shape, stage) for stage in stages) == kv_per_token(shape, Layout())
+
+
+def test_the_fullest_stage_is_shown(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "memory", str(checkpoint), "--pipeline-parallel", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "on 2 × A2: tensor parallel 1, data parallel 1, 2 stages" in text
+    assert "one NPU of stage 0, the fullest" in text and "a group: pipeline parallel" in text
+    assert cli.main(["plan", "memory", str(checkpoint), "--pipeline-parallel", "4"]) == 2
+    assert "pipeline_parallel_size 4 is more than its 3 layers" in capsys.readouterr().err
 
 
 # Quantized weights

@@ -1,4 +1,4 @@
-"""A fleet as a user starts it (`npufleet serve demo`, a process of its own), and what tests see of it."""
+"""A fleet as a user starts it (`npufleet serve`, a process of its own), and what tests see of it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,13 @@ def eventually(what: str, seconds: float, check: Callable[[], Any]) -> Any:
 
 @dataclass(kw_only=True)
 class Fleet:
-    """A running `npufleet serve demo`."""
+    """A running `npufleet serve`, of the demo model unless told otherwise."""
 
     log: Path
+    target: str = "demo"
+    engines: int = 2
+    arguments: tuple[str, ...] = ()
+    device: str = ""  # virtual NPUs to present; as in the environment of the tests if empty
     name: str = field(default_factory=lambda: f"e2e-{os.getpid()}")
     http: int = field(default_factory=free_port)
     grpc: int = field(default_factory=free_port)
@@ -70,17 +74,26 @@ class Fleet:
 
     def start(self) -> None:
         """Start it and wait until the gateway says that it can answer."""
-        arguments = ["serve", "demo", "--name", self.name, "--port", str(self.http)]
-        arguments += ["--grpc-port", str(self.grpc), "--metrics-port", str(self.metrics)]
+        self.launch()
+        assert self.process is not None
+        eventually(
+            f"the fleet is up\n{self.said()}", START_S, lambda: self._exited() or self.ready() == self.engines
+        )
+        assert self.process.poll() is None, f"`npufleet serve` ended early:\n{self.said()}"
+
+    def launch(self) -> None:
+        """Start it."""
+        arguments = ["serve", self.target, "--name", self.name, "--port", str(self.http)]
+        arguments += ["--grpc-port", str(self.grpc), "--metrics-port", str(self.metrics), *self.arguments]
+        environment = {**os.environ, **({"NPUFLEET_DEVICE": self.device} if self.device else {})}
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "npufleet.cluster.cli", *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                env=environment,
                 start_new_session=True,  # Ctrl-C in pytest must not reach it: the fixture stops it
             )
-        eventually(f"the fleet is up\n{self.said()}", START_S, lambda: self._exited() or self.ready() == 2)
-        assert self.process.poll() is None, f"`npufleet serve` ended early:\n{self.said()}"
 
     def _exited(self) -> bool:
         assert self.process is not None
@@ -107,8 +120,8 @@ class Fleet:
         return int(float(lines[0].rsplit(" ", 1)[1])) if lines else 0
 
     def whole(self) -> None:
-        """Wait until both engines can be used."""
-        eventually(f"both engines are back\n{self.said()}", RECOVER_S, lambda: self.ready() == 2)
+        """Wait until all engines can be used."""
+        eventually(f"all engines are back\n{self.said()}", RECOVER_S, lambda: self.ready() == self.engines)
 
     def processes(self, title: str | None = None) -> list[psutil.Process]:
         """Its processes, all or those with ``title`` in their command line."""
