@@ -242,6 +242,7 @@ def test_a_way_by_name() -> None:
 
     assert asked({}) is None and asked({"moe_communication": "auto"}) is None
     assert asked({"moe_communication": "mc2"}) is Way.MC2
+    assert asked({"npus": [0, 1]}) is None, "what the launcher plans is not for us"
     with pytest.raises(ValueError, match=r"no 'moe_comunication'; there is 'moe_communication'"):
         asked({"moe_comunication": "mc2"})
     with pytest.raises(ValueError, match=r"'ring'; allowed are 'auto', 'all-gather', 'all-to-all', 'mc2'"):

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "moe_communication"
+OF_OTHERS = ("npus",)
+"""Keys that the launcher sets and the worker reads (``plugin/worker.py``)."""
 
 
 def preferred_way(config: "VllmConfig") -> Way | None:
@@ -20,7 +22,7 @@ def preferred_way(config: "VllmConfig") -> Way | None:
     if not isinstance(given, dict):
         return None
     for key in given:
-        if key != OPTION:
+        if key not in (OPTION, *OF_OTHERS):
             near = difflib.get_close_matches(str(key), [OPTION], cutoff=0.0)
             raise ValueError(f"additional_config has no {key!r}; there is {near[0]!r}")
     name = given.get(OPTION, "auto")
