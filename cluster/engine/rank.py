@@ -18,8 +18,11 @@ class RankActor:
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
-        """``environment``: what vLLM and HCCL read from the environment of this process and its workers."""
-        os.environ.update(environment)
+        """``environment``: what vLLM and HCCL read from the environment of this process and its workers, where the
+        node does not say otherwise.
+        """
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
         if not os.environ.get(
             VISIBLE_DEVICES
         ):  # this process uses no NPU, and vLLM would count an empty list
