@@ -71,6 +71,13 @@ WAYS = (
         environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     ),
     Way(
+        name="npufleet gateway, grpcio transport",
+        speaks="http",
+        command=_GATEWAY + ' --transport grpcio --set {{"port":{port}}}',
+        each="--engine {grpc}",
+        environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    ),
+    Way(
         name="smg 1.13.0",
         speaks="http",
         package="smg==1.13.0",

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..router.command import add_engines, endpoints, stop_asked
+from ..transport.registry import DEFAULT_TRANSPORT, known_transports
 from .process import GATEWAY_ENV, prepare_process
 
 
@@ -37,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
         help="gateway settings by their names (settings.py)",
     )
     made.add_argument("--policy", default=None, help="routing policy (default: the router's)")
+    made.add_argument(
+        "--transport",
+        default=DEFAULT_TRANSPORT,
+        choices=known_transports(),
+        help="gRPC client towards engines (default %(default)s)",
+    )
     return made
 
 
@@ -45,6 +52,7 @@ async def run(options: argparse.Namespace) -> None:
     from ..router.pool import StaticSource
     from ..router.registry import DEFAULT_POLICY
     from ..router.server import serve_router
+    from ..router.settings import RouterSettings
     from .server import serve_gateway
     from .settings import GatewaySettings, ModelSpec
 
@@ -56,7 +64,11 @@ async def run(options: argparse.Namespace) -> None:
     }
     engines = endpoints(options.engine, options.model)
     stop = stop_asked()
-    router = await serve_router(StaticSource(engines), policy=options.policy or DEFAULT_POLICY)
+    router = await serve_router(
+        StaticSource(engines),
+        policy=options.policy or DEFAULT_POLICY,
+        settings=RouterSettings(transport=options.transport),
+    )
     names = dict.fromkeys(engine.model for engine in engines)
     specs = [ModelSpec(name=name, args=options.args) for name in names]
     gateway = await serve_gateway(specs, router.picker, GatewaySettings(**settings))
