@@ -30,6 +30,7 @@ from .client import FleetClient
 from .engines import fetch_model_info, fetch_tokenizer
 from .folder import Folder
 from .metrics import GatewayMetrics, ModelStats
+from .plain import PlainChat, PlainCompletion
 from .settings import GatewaySettings, ModelSpec
 from .transport import GrpcEngineCore
 
@@ -174,6 +175,10 @@ async def load_frontend(
             ready.config, ready.renderer, ready.input_processor, core, ModelStats(spec.name, metrics)
         )
         await init_app_state(client, ready.app.state, ready.args, ("generate",))
+        if settings.short_streams:
+            state = ready.app.state
+            state.openai_serving_chat = PlainChat.over(state.openai_serving_chat)
+            state.openai_serving_completion = PlainCompletion.over(state.openai_serving_completion)
         undo.pop_all()
     # vLLM's error handlers ask a dying server to exit; the gateway outlives every engine.
     ready.app.state.server = SimpleNamespace(should_exit=False)

@@ -41,6 +41,7 @@ class GatewaySettings:
     otlp_endpoint: str | None = (
         None  # http://HOST:4317 of a collector of traces; None: contexts only pass through
     )
+    short_streams: bool = True  # plain text streams take the shorter way to their bytes (plain.py)
     max_attempts: int = 3  # engines that one request may try, all before anything reached the client
     retry_budget: int = 256  # retries in reserve per model; a fifth of one comes back per success
     first_token_timeout: float = 600.0  # from sending a request to an engine to its first token

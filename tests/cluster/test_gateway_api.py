@@ -61,6 +61,8 @@ def test_chat_streams_token_by_token_and_ends_without_the_stop_token(fleet: Flee
 
 def test_the_last_token_and_the_length_stop_come_together(fleet: Fleet, client: OpenAI) -> None:
     answer_with(fleet, "abcdefgh")
+    for engine in fleet.alpha:
+        engine.script.token_delay_s = 0.05  # or they would come as one
     parts = list(client.completions.create(model="alpha", prompt="x", stream=True, max_tokens=3))
     assert "".join(part.choices[0].text for part in parts) == "abc"
     last = parts[-1].choices[0]
