@@ -27,9 +27,9 @@ from benchmarks.router.paths import LOGS, ROOT, WAYS, Engine, Way, start
 from tests.fakes.tokenizer import make_tokenizer_dir
 
 LOADS = (
-    Load(name="64 paced streams of 64 tokens", calls=192, streams=64, tokens=64, spread=0.64),
+    Load(name="64 paced streams of 64 tokens", calls=128, streams=64, tokens=64, spread=0.64),
     Load(name="one short call at a time", calls=150, streams=1, tokens=1),
-    Load(name="short calls, 16 at once", calls=600, streams=16, tokens=1),
+    Load(name="short calls, 16 at once", calls=480, streams=16, tokens=1),
 )
 
 READY_SECONDS = 120

@@ -104,8 +104,8 @@ async def many_cancels(number: int, at_once: int) -> None:
         assert len([t for t in asyncio.all_tasks() if "Generate" in repr(t.get_coro())]) == 0
 
 
-async def test_a_thousand_random_cancels_leave_nothing_behind():
-    await many_cancels(1000, 60)
+async def test_hundreds_of_random_cancels_leave_nothing_behind():
+    await many_cancels(400, 60)
 
 
 @pytest.mark.slow
