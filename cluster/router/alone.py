@@ -220,7 +220,7 @@ async def serve(args: argparse.Namespace) -> None:
         running.push_async_callback(handle.close, args.grace)
         if args.endpoint_picker is not None:
             picker = await serve_endpoint_picker(router, settings, args.endpoint_picker, keys=keys, tls=own)
-            running.push_async_callback(picker.aclose)
+            running.push_async_callback(picker.close)
         if args.metrics_port is not None:
             start_http_server(args.metrics_port, addr=args.host, registry=registry)
         print(f"router listens on {handle.address}", flush=True)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import grpc
 import httptools
@@ -79,8 +80,7 @@ class _Connection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none of asyncio's
         self._among.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -82,6 +82,24 @@ class EnvoyHandle:
         await self._parts.aclose()
 
 
+@dataclass(kw_only=True, eq=False)
+class PickerHandle:
+    """An Endpoint Picker that gateways elsewhere ask; as a context manager it closes at the end."""
+
+    address: str  # host:port
+    _parts: AsyncExitStack
+
+    async def __aenter__(self) -> PickerHandle:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Answer no more."""
+        await self._parts.aclose()
+
+
 async def serve_envoy(
     source: EndpointSource,
     settings: EnvoySettings,
@@ -122,7 +140,7 @@ async def serve_envoy(
             EndpointPicker(asked, settings.router.max_request_bytes).handler(),
         ]
         _free(settings.picker)
-        server = await _serve(f"unix:{settings.picker}", handlers, router.picker, settings.router, None)
+        server, _ = await _serve(f"unix:{settings.picker}", handlers, router.picker, settings.router, None)
         parts.push_async_callback(server.stop, 0.0)
         envoy = None
         if run:
@@ -148,9 +166,8 @@ async def serve_endpoint_picker(
     *,
     keys: Keys | None = None,
     tls: ServerTls | None = None,
-) -> AsyncExitStack:
-    """Offer the Endpoint Picker of a running router on ``address`` (host:port) to gateways elsewhere, until the
-    answer is closed.
+) -> PickerHandle:
+    """Offer the Endpoint Picker of a running router on ``address`` (host:port) to gateways elsewhere.
 
     Gateways must be trusted: they tell how requests have gone, and with ``keys`` they pass on whose they are.
     OSError where the address cannot be had.
@@ -158,10 +175,11 @@ async def serve_endpoint_picker(
     async with AsyncExitStack() as parts:
         asked = await _desk(router, settings, keys or Keys(()), None, parts)
         handlers = [EndpointPicker(asked, settings.max_request_bytes).handler()]
-        server = await _serve(address, handlers, router.picker, settings, tls)
+        server, port = await _serve(address, handlers, router.picker, settings, tls)
         parts.push_async_callback(server.stop, 0.0)
-        _log.info("the Endpoint Picker listens on %s", address)
-        return parts.pop_all()
+        bound = f"{address.rpartition(':')[0]}:{port}"
+        _log.info("the Endpoint Picker listens on %s", bound)
+        return PickerHandle(address=bound, _parts=parts.pop_all())
 
 
 async def _desk(
@@ -180,20 +198,23 @@ async def _serve(
     picker: Picker,
     settings: RouterSettings,
     tls: ServerTls | None,
-) -> grpc.aio.Server:
+) -> tuple[grpc.aio.Server, int]:
+    """The server and its port."""
     server = grpc.aio.server(options=server_options(settings, reuse_port=False))
     server.add_generic_rpc_handlers(tuple(handlers))
     health_pb2_grpc.add_HealthServicer_to_server(PickerHealth(picker.pool), server)
     try:
-        if tls is None:
+        credentials = None if tls is None else tls.credentials()
+        port = (
             server.add_insecure_port(address)
-        else:
-            server.add_secure_port(address, tls.credentials())
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         await server.stop(None)
         raise OSError(f"the Endpoint Picker cannot listen on {address}: {error}") from error
     await server.start()
-    return server
+    return server, port
 
 
 def _free(where: Path) -> None:
