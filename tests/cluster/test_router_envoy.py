@@ -229,7 +229,7 @@ async def test_an_engine_that_refuses_is_passed_over(code: grpc.StatusCode):
             assert dict(await call.trailing_metadata())["x-npufleet-engine"] == "b"
         assert bad.seen and len(good.seen) == 4
         await until(lambda: not len(f.router.away))
-        assert f.metric("npufleet_router_retries_total", model=MODEL, code="UNAVAILABLE") == len(bad.seen)
+        assert f.metric("npufleet_router_retries_total", model=MODEL, code="INTERNAL") == len(bad.seen)
 
 
 async def test_an_engine_that_dies_ends_its_streams_and_gets_no_new_ones():

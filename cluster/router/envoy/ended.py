@@ -24,6 +24,9 @@ TOKEN_BYTES = _PER_MESSAGE + len(
 """Bytes of a usual streamed token: Envoy tells how long an answer was, not how many tokens it had."""
 
 _Code = grpc.StatusCode
+PASSED_OVER = _Code.INTERNAL
+"""What is said of an engine in whose stead another one answered. Whether it was away or only full is not known, so its
+health is looked at, and it rests where that happens again and again."""
 _BY_NUMBER = {code.value[0]: code for code in _Code}
 
 
@@ -63,7 +66,7 @@ class AccessLog:
         last = common.upstream_remote_address.socket_address
         meant = self._engines.get(away.lease.endpoint.engine_id)
         if last.address and meant is not None and netloc(last.address, last.port_value) != netloc(*meant):
-            engine = _Code.UNAVAILABLE  # it could not take the request, another one did
+            engine = PASSED_OVER
         retries = max(0, common.upstream_request_attempt_count - 1)
         tokens = entry.response.response_body_bytes // TOKEN_BYTES
         self._away.ended(away.id, code, engine=engine, retries=retries, tokens=tokens)

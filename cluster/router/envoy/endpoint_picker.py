@@ -19,6 +19,7 @@ from npufleet.cluster.proto import envoy_pb2 as pb
 from npufleet.cluster.router.away import Away
 from npufleet.cluster.router.call import CallError
 from npufleet.cluster.router.envoy.ask import Asked, Placed
+from npufleet.cluster.router.envoy.ended import PASSED_OVER
 from npufleet.cluster.router.envoy.settings import DESTINATION_KEY
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -86,7 +87,7 @@ class _Exchange:
         """The gateway is done with the request."""
         if self._away is not None:
             code = self._code or _Code.CANCELLED
-            self._asked.away.ended(self._away.id, code, engine=_Code.UNAVAILABLE if self._elsewhere else code)
+            self._asked.away.ended(self._away.id, code, engine=PASSED_OVER if self._elsewhere else code)
 
     async def take(self, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         """The answers to one message of the gateway."""
