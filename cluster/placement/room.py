@@ -35,8 +35,6 @@ def groups(shape: Shape, free: int, size: int, most: int, alone: bool) -> Groups
         if size > 1 and size % 2:
             return ()
         free = _whole(shape, free)
-        if size == 1:
-            most -= most % 2
     if shape.rings and size > (ring := shape.domains[0].bit_count()):
         return () if size % 2 or size > 2 * ring else _over_rings(shape, free, size, most)
     return _in_domains(shape, free, size, most)

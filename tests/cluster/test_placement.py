@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from npufleet.cluster.placement import cost, planner, ray_state
+from npufleet.cluster.placement import cost, planner, ray_state, search
+from npufleet.cluster.placement.board import Board
 from npufleet.cluster.placement.ledger import PROMISE_S, Ledger
 from npufleet.cluster.placement.plan import Bundle, NoRoom, Placed, Plan, Request, Role, Rule, placed_as
 from npufleet.cluster.topology import simulated
@@ -311,3 +312,37 @@ def test_the_ledger_preempts_where_it_may() -> None:
     assert ledger.reserve(busy, wish, 0.0, describe=known.get, preempt=True).preempts == ("low",)
     with pytest.raises(NoRoom):  # of a stranger nothing is known
         ledger.reserve(busy, wish, 0.0, preempt=True)
+
+
+def test_the_search_keeps_nothing_that_is_worse() -> None:
+    a2 = fleet("a2", "a2", "a2")
+    wanted = [request(4, engine=f"e{i}", model=f"m{i}") for i in range(3)]
+    board = Board(a2, planner.idle(a2))
+    sitting: dict[str, Placed] = {}
+    for wish in wanted:
+        bundles = planner.place(board, wish)
+        assert bundles is not None
+        sitting[wish.engine_id] = placed_as(wish, bundles)
+        board.take(sitting[wish.engine_id])
+    spent = board.spent
+
+    def scattered(board: Board, wish: Request) -> tuple[Bundle, ...] | None:
+        node = max(a2.nodes, key=lambda node: board.free(node.node_id).bit_count())
+        return planner.place(Board(Topology(nodes=(node,)), {node.node_id: board.free(node.node_id)}), wish)
+
+    search.improve(board, wanted, sitting, scattered)
+    assert board.spent == spent == cost.of(a2, sitting.values()) == 2 * cost.OPENED
+
+
+def test_the_search_frees_a_node_for_an_engine_that_found_no_room() -> None:
+    a2 = fleet("a2", "a2")
+    wanted = [request(4, engine="a"), request(4, engine="b", model="n"), request(8, engine="c", model="o")]
+    board = Board(a2, planner.idle(a2))
+    sitting = {
+        name: placed_as(wish, tuple(Bundle(rank=i, node_id=node, npu=i) for i in range(4)))
+        for name, wish, node in (("a", wanted[0], "n0"), ("b", wanted[1], "n1"))
+    }
+    for engine in sitting.values():
+        board.take(engine)
+    search.improve(board, wanted, sitting, planner.place)
+    assert sitting.keys() == {"a", "b", "c"}

@@ -20,8 +20,9 @@ KINDS = tuple(simulated.SERVERS)
 def fleets(draw: st.DrawFn) -> tuple[Topology, dict[str, int]]:
     """A fleet of up to eight servers with sick NPUs, and what others use of it."""
     nodes = []
+    kinds = draw(st.sampled_from([KINDS, KINDS, ("a3",), ("a2", "a2-16")]))
     for i in range(draw(st.integers(1, 8))):
-        kind = draw(st.sampled_from(KINDS))
+        kind = draw(st.sampled_from(kinds))
         told: dict[str, object] = {
             "failure_domain": draw(st.sampled_from([None, "r0", "r1"])),
             "unhealthy": tuple(draw(st.sets(st.integers(0, 15), max_size=2))),
