@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..placement.ports import HCCL_BASE
 from ..topology.chips import Family, family_of
+from ..topology.labels import ranges
 from ..topology.npu_smi import Chip
 from ..topology.npu_smi import info as npu_smi_info
 from ..topology.sources.device_files import device_indices
 from ..topology.sources.environment import MASK, visible
+from ..topology.sources.npu_smi import Here as this_machine
 from ..topology.sources.npu_smi import run as npu_smi
 from .finding import Finding, Level
 
 HCCN_TOOL = "hccn_tool"
+LINK_S = 10.0
 BUSY_SHARE = 0.1  # of an NPU's memory: more than the driver keeps for itself
 WEIGHTS_GOOD = 100 << 30
 """Free bytes for checkpoints that a server should have."""
@@ -37,6 +42,8 @@ def npus() -> Iterator[Finding]:
     for row in rows:
         yield health(row)
     yield from visibility(len(rows), device_indices(Path("/dev")), os.environ.get(MASK))
+    told = this_machine().look()
+    yield from links(told.soc or "", told.indices or ())
 
 
 def health(row: Chip) -> Finding:
@@ -88,16 +95,64 @@ def visibility(listed: int, files: tuple[int, ...], mask: str | None) -> Iterato
         yield Finding(name=MASK, level=Level.OK, text=f"shows {len(shown)} of {len(files)} NPUs")
 
 
-def roce_tool(soc: str) -> Iterator[Finding]:
-    """Yield whether the tool is there that looks at the NPUs' network ports, on chips that have them."""
-    if family_of(soc) not in (Family.A2, Family.A3) or shutil.which(HCCN_TOOL):
+def links(soc: str, indices: Iterable[int], ask: Callable[..., str] | None = None) -> Iterator[Finding]:
+    """Yield findings about the NPUs' network ports, on chips that have them: links that are down, TLS switches that
+    differ (two NPUs whose switches differ never connect).
+
+    Args:
+        soc: the chip.
+        indices: the NPUs.
+        ask: runs the tool with arguments and returns what it printed; the machine's own if None.
+    """
+    if family_of(soc) not in (Family.A2, Family.A3):
         return
-    yield Finding(
-        name=HCCN_TOOL,
+    if ask is None and shutil.which(HCCN_TOOL) is None:
+        yield Finding(
+            name=HCCN_TOOL,
+            level=Level.WARN,
+            text="not found, so links, TLS and addresses of the NPUs cannot be looked at here",
+            remedy=f"map {HCCN_TOOL} and /etc/hccn.conf into the container",
+        )
+        return
+    tell = ask or _hccn_tool
+    down, switches = [], dict[str, list[int]]()
+    for index in indices:
+        state = re.search(r"link status:\s*(\S+)", tell("-i", str(index), "-link", "-g"))
+        if state is None or state[1] != "UP":
+            down.append(index)
+        if switch := re.search(r"switch\[(\d)\]", tell("-i", str(index), "-tls", "-g")):
+            switches.setdefault(switch[1], []).append(index)
+    yield _judge_links(down)
+    if len(switches) > 1:
+        text = "; ".join(f"{value} on NPU {ranges(npus)}" for value, npus in switches.items())
+        remedy = f"{HCCN_TOOL} -i N -tls -s enable 0, the same on every node"
+        yield Finding(
+            name="TLS of NPUs", level=Level.FAIL, text=f"the switches differ: {text}", remedy=remedy
+        )
+    elif switches:
+        yield Finding(name="TLS of NPUs", level=Level.OK, text=f"switch {next(iter(switches))} on all")
+
+
+def _judge_links(down: list[int]) -> Finding:
+    if not down:
+        return Finding(name="RoCE links", level=Level.OK, text="all up")
+    return Finding(
+        name="RoCE links",
         level=Level.WARN,
-        text="not found, so links, TLS and addresses of the NPUs cannot be looked at here",
-        remedy=f"map {HCCN_TOOL} and /etc/hccn.conf into the container",
+        text=f"not up: NPU {ranges(down)}",
+        remedy=f"look at cable, module and switch port ({HCCN_TOOL} -i N -lldp -g, -net_health -g); a single node "
+        "serves without them",
     )
+
+
+def _hccn_tool(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            [HCCN_TOOL, *arguments], capture_output=True, text=True, timeout=LINK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
 
 
 def huge_pages(file: Path = HUGE_PAGES) -> Finding:

@@ -228,8 +228,31 @@ def test_disk_and_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_tool_for_links_is_missed_only_where_there_are_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
-    assert [finding.level for finding in hardware.roce_tool("Ascend910B3")] == [Level.WARN]
-    assert list(hardware.roce_tool("Ascend310P3")) == []
+    assert [finding.level for finding in hardware.links("Ascend910B3", (0,))] == [Level.WARN]
+    assert list(hardware.links("Ascend310P3", (0,))) == []
+
+
+@pytest.mark.parametrize(
+    ("down", "odd", "levels"),
+    [
+        ((), (), [Level.OK, Level.OK]),
+        ((3, 4), (), [Level.WARN, Level.OK]),
+        ((), (1,), [Level.OK, Level.FAIL]),
+    ],
+)
+def test_links_and_tls_switches(down: tuple[int, ...], odd: tuple[int, ...], levels: list[Level]) -> None:
+    def ask(flag: str, index: str, what: str, get: str) -> str:
+        assert (flag, get) == ("-i", "-g")
+        if what == "-link":
+            return "link status: DOWN\n" if int(index) in down else "link status: UP\n"
+        return f"dev_id:{index}, tls switch[{int(int(index) in odd)}](0:disable, 1:enable)\n"
+
+    found = list(hardware.links("Ascend910B3", range(8), ask))
+    assert [finding.level for finding in found] == levels
+    if down:
+        assert found[0].text == "not up: NPU 3-4"
+    if odd:
+        assert found[1].text == "the switches differ: 0 on NPU 0_2-7; 1 on NPU 1"
 
 
 def rank(where: str, *stages: str, code: int | None = 1, error: str = "") -> reach.RankResult:
