@@ -5,6 +5,8 @@ Each failure is a ``ValueError`` that names what was given and how to mend it.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from . import preflight
 from .config import FleetConfig
 from .doctor import hardware
 from .doctor.examine import models_of, ports_of
-from .doctor.finding import Level
+from .doctor.finding import Finding, Level
 from .doctor.local import free_port
 from .doctor.nodes import on_each
 from .placement import planner, ray_state, requests
@@ -32,7 +34,7 @@ def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> 
     state = ray_state.read()
     preflight.layout(config, state.topology)
     homes = _planned(config, state, say)
-    answers = on_each(state.topology.nodes, _look, ports_of(config), models_of(config))
+    answers = on_each(state.topology.nodes, _look, ports_of(config), models_of(config), sys.executable)
     for node in state.topology.nodes:
         answer = answers[node.node_id]
         if isinstance(answer, str):
@@ -82,17 +84,24 @@ def judge(node: Node, findings: list[dict[str, str]], *, planned: bool, say: Cal
     """Raise ``ValueError`` for what one node cannot do; a node on which no engine is planned may lack checkpoints."""
     for finding in findings:
         text = f"node {node.title}: {finding['text']}"
-        if not finding["name"].startswith("port") and not planned:
+        if finding["name"].startswith("model ") and not planned:
             if node.npus:
                 say(f"warning: {text}; no engine can be placed there")
             continue
         raise ValueError(f"{text}; {finding['remedy']}")
 
 
-def _look(ports: list[tuple[str, str, int]], models: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """Runs on a node: what fails there. The doors may come to open on any node."""
+def _look(
+    ports: list[tuple[str, str, int]], models: list[tuple[str, str]], python: str
+) -> list[dict[str, str]]:
+    """Runs on a node: what fails there. The doors may come to open on any node, and an engine starts its workers on
+    other nodes with its own path of Python.
+    """
     found = [free_port(*port) for port in ports if port[1] in ("0.0.0.0", "::", "127.0.0.1", "::1")]
     found += hardware.sources(models)
+    if not os.access(python, os.X_OK):
+        text, remedy = f"{python} is not there", "install npufleet at the same path on every node"
+        found.append(Finding(name="python", level=Level.FAIL, text=text, remedy=remedy))
     return [
         {"name": finding.name, "text": finding.text, "remedy": finding.remedy}
         for finding in found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +76,14 @@ def test_a_node_that_an_engine_needs_must_have_the_checkpoint() -> None:
         simulated.server("a2", "h", indices=()), [MISSING], planned=False, say=said.append
     )
     assert len(said) == 1  # a head without NPUs needs none
+
+
+def test_what_a_node_looks_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert preflight_cluster._look([], [("m", str(tmp_path))], sys.executable) == []
+    (finding,) = preflight_cluster._look([], [], "/no/python")
+    with pytest.raises(ValueError, match=r"/no/python is not there; install npufleet at the same path"):
+        preflight_cluster.judge(simulated.server("a2", "n"), [finding], planned=False, say=print)
 
 
 def test_a_port_must_be_free_on_every_node() -> None:
