@@ -20,7 +20,7 @@ from ..router.prefix.prompt import Media, TokenPrompt
 from ..router.prefix.read import make
 from ..router.retry import RetryBudget, worth_retrying
 from .engines import FeatureCache
-from .errors import TENANT, TRACE, client_error, no_engine, stalled
+from .errors import DEADLINE, TENANT, TRACE, client_error, no_engine, stalled, too_late
 from .metrics import GatewayMetrics
 from .requests import Outgoing
 from .responses import ResponseReader
@@ -79,7 +79,10 @@ class Attempts:
         failure: VLLMError | None = None
         while True:
             try:
-                lease = await self._picker.pick(self._info(job))
+                async with asyncio.timeout_at(self._loop_deadline()):
+                    lease = await self._picker.pick(self._info(job))
+            except TimeoutError:
+                return too_late(job.sent)
             except NoEngine as error:
                 self._metrics.no_engine.labels(self._model).inc()
                 return failure or no_engine(error)
@@ -112,6 +115,11 @@ class Attempts:
             may_retry = worth_retrying(code, len(job.tried), self._settings.max_attempts)
             if job.sent or not may_retry or not self._budget.take():
                 return failure
+
+    def _loop_deadline(self) -> float | None:
+        """The client's deadline as the event loop's clock tells it; None where it set none."""
+        left = None if DEADLINE.get() is None else _seconds_left(self._settings.request_timeout)
+        return None if left is None else asyncio.get_running_loop().time() + left
 
     def _info(self, job: Job) -> RequestInfo:
         request = job.request
@@ -163,7 +171,7 @@ class Attempts:
             message.SerializeToString(),
             on_message=take,
             metadata=metadata,
-            timeout=self._settings.request_timeout,
+            timeout=_seconds_left(self._settings.request_timeout),
         )
         try:
             await call
@@ -189,3 +197,9 @@ def _prompt(request: EngineCoreRequest) -> TokenPrompt | None:
     ]
     adapter = request.lora_request.lora_name if request.lora_request else ""
     return make(request.prompt_token_ids, media, lora=adapter, salt=request.cache_salt or "")
+
+
+def _seconds_left(most: float) -> float:
+    """Seconds until the client's deadline, ``most`` where it set none or a later one."""
+    deadline = DEADLINE.get()
+    return most if deadline is None else min(most, max(0.0, deadline - time.monotonic()))

@@ -21,7 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from ..access import AccessLog, request_id
 from ..admission.tenants import ANYONE, Keys
 from ..tracing import CONTEXT_KEYS, Tracing
-from .errors import RETRY_AFTER, TENANT, TRACE
+from .errors import DEADLINE, RETRY_AFTER, TENANT, TRACE
 from .http import (
     ClientGone,
     HttpError,
@@ -109,6 +109,7 @@ class Dispatcher:
         path, method = scope["path"], scope["method"]
         if path not in _OPEN:
             TENANT.set(tenant_of(self._keys, scope))
+            DEADLINE.set(_deadline(scope))
         if method in ("GET", "HEAD"):
             if path == "/health":
                 return await self._health(send)
@@ -206,6 +207,25 @@ def _named_request(scope: Scope) -> str:
         others = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         scope["headers"] = [*others, (b"x-request-id", name.encode())]
     return name
+
+
+def _deadline(scope: Scope) -> float | None:
+    """Monotonic seconds at which ``X-Request-Timeout`` (seconds) is over; None without it. HttpError 400 otherwise."""
+    given = header(scope, b"x-request-timeout")
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise HttpError(
+            HTTPStatus.BAD_REQUEST,
+            f"X-Request-Timeout must be seconds above 0, got {given[:50].decode('latin-1')!r}",
+            kind="BadRequestError",
+            param="X-Request-Timeout",
+        )
+    return time.monotonic() + seconds
 
 
 def _context_of(scope: Scope) -> list[tuple[str, str]]:

@@ -24,6 +24,9 @@ RETRY_AFTER: ContextVar[dict[str, float] | None] = ContextVar("npufleet_retry_af
 TENANT: ContextVar[Tenant] = ContextVar("npufleet_tenant", default=ANYONE)
 """Whose request it is: the HTTP layer sets it from the API key."""
 
+DEADLINE: ContextVar[float | None] = ContextVar("npufleet_deadline", default=None)
+"""Monotonic seconds at which the client stops waiting; None where it did not say."""
+
 TRACE: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("npufleet_trace", default=())
 """The trace context that what comes after the gateway belongs to."""
 
@@ -39,14 +42,14 @@ def client_error(error: grpc.aio.AioRpcError, tokens_sent: int) -> VLLMError:
         return VLLMNotFoundError(detail)
     if code is Code.UNIMPLEMENTED:
         return GracefulHTTPError(f"the engine does not offer this: {detail}", HTTPStatus.NOT_IMPLEMENTED)
+    if code is Code.DEADLINE_EXCEEDED:
+        return too_late(tokens_sent)
     if tokens_sent:
         return GracefulHTTPError(
             f"the engine was lost after {tokens_sent} tokens of this answer ({code.name}); "
             "send the request again",
             HTTPStatus.BAD_GATEWAY,
         )
-    if code is Code.DEADLINE_EXCEEDED:
-        return GracefulHTTPError("the engine did not answer in time", HTTPStatus.GATEWAY_TIMEOUT)
     if code is Code.RESOURCE_EXHAUSTED:
         return GracefulHTTPError(
             "every engine is full; send the request again later", HTTPStatus.SERVICE_UNAVAILABLE
@@ -57,6 +60,12 @@ def client_error(error: grpc.aio.AioRpcError, tokens_sent: int) -> VLLMError:
         f"the engine failed while it had this request ({code.name}); send the request again",
         HTTPStatus.BAD_GATEWAY,
     )
+
+
+def too_late(tokens_sent: int) -> VLLMError:
+    """The error for a request whose time is over."""
+    after = f"; it had {tokens_sent} tokens" if tokens_sent else ""
+    return GracefulHTTPError(f"the answer was not whole in time{after}", HTTPStatus.GATEWAY_TIMEOUT)
 
 
 def stalled(seconds: float, tokens_sent: int) -> VLLMError:

@@ -177,3 +177,29 @@ def test_an_engine_that_reports_an_error_gives_a_500(fleet: Fleet, client: opena
     script_alpha(fleet, faults=None, finish_reason="error")
     with pytest.raises(openai.InternalServerError):
         ask(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_clients_own_timeout_ends_its_request_on_the_engine(fleet: Fleet, stream: bool) -> None:
+    for engine in fleet.alpha:
+        engine.script.first_delay_s = 30
+    body = {"model": "alpha", "prompt": "x", "max_tokens": 2, "stream": stream}
+    answer = httpx.post(
+        f"{fleet.url}/v1/completions", json=body, headers={"x-request-timeout": "0.5"}, timeout=30
+    )
+    if stream:
+        assert "not whole in time" in answer.text and answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.status_code == 504, answer.text
+    wait_until(
+        lambda: any(seen.cancelled for engine in fleet.alpha for seen in engine.seen), "the engine's end"
+    )
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "nan", "inf"])
+def test_a_timeout_that_is_none_is_refused(fleet: Fleet, given: str) -> None:
+    body = {"model": "alpha", "prompt": "x"}
+    answer = httpx.post(
+        f"{fleet.url}/v1/completions", json=body, headers={"x-request-timeout": given}, timeout=30
+    )
+    assert answer.status_code == 400 and "X-Request-Timeout" in answer.text
