@@ -116,3 +116,28 @@ def test_known_engine_arguments_are_those_of_the_installed_vllm() -> None:
     assert "tool_call_parser" in engine_args.of_frontend()
     given = {"max_model_len": 5, "tool_call_parser": "hermes"}
     assert engine_args.engine_part(given) == {"max_model_len": 5}
+
+
+def test_who_may_ask_and_how_much_is_read_and_checked():
+    model = {"models": [{"name": "m", "source": "/m"}]}
+    router = {
+        "transport": "grpcio",
+        "tls": {"certificate": "/c", "key": "/k", "client_ca": "/a"},
+        "admission": {"ttft_objective": 2.5, "engine_slots": 8},
+        "access_log": True,
+        "otlp_endpoint": "http://c:4317",
+    }
+    made = config.from_dict({**model, "router": router})
+    assert made.router.tls is not None and made.router.tls.client_ca == "/a"
+    assert (made.router.admission.ttft_objective, made.router.admission.engine_slots) == (2.5, 8)
+    assert config.from_dict(made.to_dict()) == made
+    for wrong, message in [
+        ({"transport": "http"}, "router.transport.*did you mean 'http2'"),
+        ({"tls": {"certificate": "/c"}}, "router.tls.key"),
+        ({"tls": {"cert": "/c"}}, "unknown key 'cert'"),
+        ({"admission": {"max_queue": 0}}, "router.admission: .*max_queue"),
+        ({"admission": {"slots": 1}}, "unknown key 'slots'"),
+        ({"access_log": "yes"}, "router.access_log: expected true or false"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            config.from_dict({**model, "router": wrong})
