@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 PORT ?= 8000
+DURATION ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-faults bench-plugin bench-placement bench-routing contract seeded-faults clean
+.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-faults bench-plugin bench-placement bench-routing contract seeded-faults chaos cluster-demo clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -65,6 +66,12 @@ bench-placement: setup ## Placement against the optimum and Ray's PACK, and its 
 
 contract: setup ## Hold every torch_npu call and full-size models' shapes and memory against their references; writes docs/contract.md
 	$(BIN)/python benchmarks/contract.py
+
+chaos: setup ## Kill parts of a fleet at random under steady load for DURATION seconds; writes the table into docs/operations.md
+	$(BIN)/python -m benchmarks.chaos --seconds $(DURATION) --write docs/operations.md
+
+cluster-demo: setup ## Two models on three simulated hosts: placed by the rules, shown, one host emptied
+	$(BIN)/python -m benchmarks.cluster_demo
 
 clean: ## Remove the environment and build products
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -33,6 +33,9 @@ from engine_process import Engine
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as rpc
 
+from npufleet.cluster import runs
+from npufleet.cluster.router.lookaside.tokens import TOKEN_KEY, TokenMint
+
 ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 512,
@@ -52,6 +55,7 @@ class Ways:
     gateway: str  # http://host:port
     engine: str  # host:port
     model: str
+    secret: str  # that the engine wants to be shown
 
 
 def prompts(streams: int) -> list[list[int]]:
@@ -121,7 +125,10 @@ def _wait_ready(process: subprocess.Popen[bytes], gateway: str, status: str, log
                 state = httpx.get(status, timeout=5).json()
                 served = httpx.get(f"{gateway}/v1/models", timeout=5).json()
                 return Ways(
-                    gateway=gateway, engine=state["engines"][0]["address"], model=served["data"][0]["id"]
+                    gateway=gateway,
+                    engine=state["engines"][0]["address"],
+                    model=served["data"][0]["id"],
+                    secret=runs.find(state["fleet"]).engine_secret,
                 )
         except (httpx.HTTPError, KeyError, IndexError):
             pass  # not up yet
@@ -150,7 +157,7 @@ async def through_gateway(session: aiohttp.ClientSession, ways: Ways, prompt: li
     return int(json.loads(last[6:])["usage"]["completion_tokens"])
 
 
-async def to_engine(stub: rpc.VllmEngineStub, prompt: list[int], tokens: int, name: str) -> int:
+async def to_engine(stub: rpc.VllmEngineStub, secret: str, prompt: list[int], tokens: int, name: str) -> int:
     """One streamed Generate call; the number of tokens received."""
     request = pb.GenerateRequest(
         request_id=name,
@@ -159,7 +166,7 @@ async def to_engine(stub: rpc.VllmEngineStub, prompt: list[int], tokens: int, na
         stream=True,
     )
     count = 0
-    async for answer in stub.Generate(request):
+    async for answer in stub.Generate(request, metadata=((TOKEN_KEY, TokenMint(secret.encode()).fleet()),)):
         if answer.HasField("chunk"):
             count += len(answer.chunk.token_ids)
     return count
@@ -187,7 +194,9 @@ async def _alternate(
             return await _rate([through_gateway(session, ways, prompt, tokens) for prompt in batch])
 
         async def direct(turn: int) -> float:
-            calls = [to_engine(stub, p, tokens, f"bench-{turn}-{i}") for i, p in enumerate(batch)]
+            calls = [
+                to_engine(stub, ways.secret, p, tokens, f"bench-{turn}-{i}") for i, p in enumerate(batch)
+            ]
             return await _rate(calls)
 
         async def in_process(_: int) -> float:

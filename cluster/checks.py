@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+ -]{0,127}")
 
 
 def unknown_key(key: object, allowed: Iterable[str], where: str) -> ValueError:
@@ -42,11 +45,40 @@ def optional_text(value: object, where: str) -> str | None:
     return None if value is None else text(value, where)
 
 
+def name(value: object, where: str) -> str:
+    """Return ``value`` if it can name a fleet or a model deployment, else raise ``ValueError``.
+
+    Names stand in URLs, headers, metric labels, log lines and the names of Ray's actors.
+    """
+    made = text(value, where)
+    if not _NAME.fullmatch(made):
+        raise ValueError(
+            f"{where}: expected letters, digits and any of . _ - / : @ + or spaces, 128 at most and a letter or "
+            f"digit first, got {made[:200]!r}"
+        )
+    return made
+
+
+def path(value: object, where: str) -> str:
+    """Return ``value`` if it can be the path or the name of a checkpoint, else raise ``ValueError``."""
+    made = text(value, where)
+    if made.startswith("-") or any(not character.isprintable() for character in made):
+        raise ValueError(f"{where}: expected the folder of a checkpoint, got {made[:200]!r}")
+    return made
+
+
 def integer(value: object, where: str, low: int, high: int) -> int:
     """Return ``value`` if it is an integer in [low, high], else raise ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{where}: expected an integer from {low} to {high}, got {value!r}")
     return value
+
+
+def number(value: object, where: str, low: float, high: float) -> float:
+    """Return ``value`` as a float if it is a number in [low, high], else raise ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{where}: expected a number from {low:g} to {high:g}, got {value!r}")
+    return float(value)
 
 
 def port(value: object, where: str) -> int:

@@ -1,4 +1,4 @@
-"""The command line: ``npufleet serve | status | stop | plan | route | node | doctor | bench | sim-engine | …``.
+"""The command line: ``npufleet COMMAND``; `npufleet --help` lists the commands.
 
 Nothing heavy is imported until a command needs it, so that help and errors come at once.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from .bench.command import add_arguments as add_bench_arguments
 from .config import DEVICES
+from .deploy.command import add_commands as add_change_commands
 from .doctor.command import add_arguments as add_doctor_arguments
 from .plan.command import add_arguments as add_plan_arguments
 from .sim.command import add_arguments as add_sim_arguments
@@ -45,6 +46,7 @@ def parser(command: str = "") -> argparse.ArgumentParser:
     stop = commands.add_parser("stop", help="stop the running fleet")
     stop.add_argument("--name", help="which fleet, if several run here")
     stop.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (default %(default)s)")
+    add_change_commands(commands)
     add_plan_arguments(commands)
     add_node_arguments(commands)
     _route_arguments(commands, whole=command == "route")
@@ -164,6 +166,12 @@ def _stop(args: argparse.Namespace) -> int:
     return 1
 
 
+def _change(args: argparse.Namespace) -> int:
+    from .deploy.command import run
+
+    return run(args)
+
+
 def _plan(args: argparse.Namespace) -> int:
     from .plan import command, placement
 
@@ -225,6 +233,9 @@ _COMMANDS = {
     "serve": _serve,
     "status": _status,
     "stop": _stop,
+    "deploy": _change,
+    "scale": _change,
+    "drain": _change,
     "plan": _plan,
     "node": _node,
     "route": _route,

@@ -17,6 +17,7 @@ from . import checks
 from .admission.settings import AdmissionSettings
 from .engine import args as engine_args
 from .router.registry import DEFAULT_POLICY, known_policies
+from .scaling import bounds as scaling
 from .tls import ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
@@ -35,6 +36,7 @@ class ModelConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM EngineArgs by their own names
     priority: int = 0  # higher ones are placed first
     chip: str = ""  # the chip its engines must run on, by CANN's name; any if empty
+    scaling: scaling.Bounds | None = None  # where the number of engines follows the load
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -107,6 +109,14 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealingConfig:
+    """When an engine counts as stalled, and how long one that leaves may finish its answers; seconds."""
+
+    stall_s: float = 60.0
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetConfig:
     """All that one fleet is."""
 
@@ -117,6 +127,7 @@ class FleetConfig:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    healing: HealingConfig = field(default_factory=HealingConfig)
 
     @property
     def npus(self) -> int:
@@ -126,12 +137,16 @@ class FleetConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that :func:`from_dict` reads back to an equal FleetConfig."""
         data = asdict(self)
-        data["models"] = [{**model, "engine": dict(model["engine"])} for model in data["models"]]
+        for model, told in zip(self.models, data["models"], strict=True):
+            told["engine"] = dict(told["engine"])
+            if told.pop("scaling"):
+                assert model.scaling is not None
+                told["engines"] = model.scaling.to_dict()
         return data
 
 
-def from_yaml(path: Path) -> FleetConfig:
-    """Read a FleetConfig file.
+def from_yaml(path: Path, present: Mapping[str, Any] | None = None) -> FleetConfig:
+    """Read a FleetConfig file; top-level keys that it leaves out are taken from ``present``, if that is given.
 
     Raises:
         ValueError: if the file is missing, is not YAML, or :func:`from_dict` refuses what it says.
@@ -144,6 +159,8 @@ def from_yaml(path: Path) -> FleetConfig:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid YAML: {error}") from error
+    if present is not None and isinstance(data, Mapping):
+        data = {**{key: value for key, value in present.items() if key != "models"}, **data}
     return from_dict(data, where=str(path))
 
 
@@ -165,12 +182,13 @@ def from_dict(data: object, where: str = "fleet") -> FleetConfig:
         seen.add(model.name)
     return FleetConfig(
         models=parsed,
-        name=checks.text(top.get("name", FleetConfig.name), f"{where}.name"),
+        name=checks.name(top.get("name", FleetConfig.name), f"{where}.name"),
         device=checks.choice(top.get("device", FleetConfig.device), f"{where}.device", DEVICES),
         router=_router(top.get("router", {}), f"{where}.router"),
         gateway=_gateway(top.get("gateway", {}), f"{where}.gateway"),
         metrics=_metrics(top.get("metrics", {}), f"{where}.metrics"),
         placement=_placement(top.get("placement", {}), f"{where}.placement"),
+        healing=_healing(top.get("healing", {}), f"{where}.healing"),
     )
 
 
@@ -218,29 +236,30 @@ def _override_keys() -> list[str]:
         "gateway": GatewayConfig,
         "metrics": MetricsConfig,
         "placement": PlacementConfig,
+        "healing": HealingConfig,
     }
     dotted = [f"{section}.{name}" for section, kind in sections.items() for name in _names(kind)]
     return ["name", "device", "engines", *dotted, *(f"engine.{name}" for name in engine_args.known())]
 
 
 def _model(data: object, where: str) -> ModelConfig:
-    given = checks.mapping(data, where, [*_names(ModelConfig), "roles"])
+    known = [name for name in _names(ModelConfig) if name != "scaling"]
+    given = checks.mapping(data, where, [*known, "roles"])
     if "roles" in given:
         raise ValueError(
             f"{where}.roles: separate prefill and decode engines are not served by this version; "
             "leave roles out, then every engine does both"
         )
-    engines = given.get("engines", 1)
+    engines, bounds = given.get("engines", 1), None
     if isinstance(engines, Mapping):
-        raise ValueError(
-            f"{where}.engines: expected a number, got {dict(engines)!r}; "
-            "this version keeps a fixed number of engines"
-        )
-    name = checks.text(given.get("name"), f"{where}.name")
+        bounds = scaling.parse(engines, f"{where}.engines")
+        engines = max(1, bounds.min)
+    name = checks.name(given.get("name"), f"{where}.name")
     return ModelConfig(
         name=name,
-        source=checks.text(given.get("source"), f"{where}.source"),
+        source=checks.path(given.get("source"), f"{where}.source"),
         engines=checks.integer(engines, f"{where}.engines", 1, 4096),
+        scaling=bounds,
         engine=engine_args.check(given.get("engine", {}), f"{where}.engine"),
         priority=checks.integer(given.get("priority", 0), f"{where}.priority", -1000, 1000),
         chip=checks.text(given["chip"], f"{where}.chip") if given.get("chip") else "",
@@ -310,3 +329,11 @@ def _metrics(data: object, where: str) -> MetricsConfig:
 def _placement(data: object, where: str) -> PlacementConfig:
     given = checks.mapping(data, where, _names(PlacementConfig))
     return PlacementConfig(preempt=checks.flag(given.get("preempt", False), f"{where}.preempt"))
+
+
+def _healing(data: object, where: str) -> HealingConfig:
+    given = checks.mapping(data, where, _names(HealingConfig))
+    return HealingConfig(
+        stall_s=checks.number(given.get("stall_s", HealingConfig.stall_s), f"{where}.stall_s", 5.0, 3600.0),
+        drain_s=checks.number(given.get("drain_s", HealingConfig.drain_s), f"{where}.drain_s", 0.0, 86400.0),
+    )

@@ -35,6 +35,9 @@ class EngineEndpoint:
     role: str = "both"  # prefill | decode | both
     npus: int = 1
     ranks: int = 1  # data-parallel ones: each takes requests of its own
+    places: tuple[str, ...] = ()  # where its workers sit, by rank: NODE_ID:NUMBER
+    ready_at: float = 0.0  # seconds since the epoch, 0 where nobody knows
+    generation: str = ""  # engines of one model and generation are alike; a rolling update changes it
     labels: dict[str, str] = field(default_factory=dict)
 
 

@@ -6,6 +6,8 @@
 ``NPUFLEET_DEVICE``
     Which virtual NPUs to present, ``virtual:COUNT[:SOC][,hbm=SIZE][,null]``. The virtual NPU reads and
     validates it; the fleet only hands it on and takes the count from it.
+``NPUFLEET_PHASES``
+    Set by an engine for its own workers: where they say how far their start is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 HOME = "NPUFLEET_HOME"
 DEVICE = "NPUFLEET_DEVICE"
+PHASES = "NPUFLEET_PHASES"
 DEFAULT_VIRTUAL_DEVICE = "virtual:8:Ascend910B3,hbm=64GiB"
 
 _DEVICE_SETTING = re.compile(r"virtual:(?P<count>[1-9][0-9]*)(:(?P<soc>[A-Za-z0-9_-]+))?(?P<options>,.*)?")
@@ -71,3 +74,10 @@ def kubernetes_api() -> tuple[str, str]:
             "this does not run in a Kubernetes pod; give --kubernetes-api, for example of kubectl proxy"
         )
     return host, port
+
+
+def phases() -> tuple[str, int, str] | None:
+    """Return host, port and word of the engine that wants to hear of this worker's start, None if none does."""
+    address, _, word = os.environ.get(PHASES, "").partition("/")
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), int(port), word) if host else None

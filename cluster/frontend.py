@@ -10,19 +10,23 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .addresses import netloc, reachable
 from .admission.tenants import read_key_file
-from .config import FleetConfig, from_dict
+from .config import FleetConfig, ModelConfig
 from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
+from .deploy.wish import Wish
 from .gateway.process import GATEWAY_ENV, prepare_process
+from .secret import as_file
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from .gateway.server import Gateway
+    from .gateway.settings import ModelSpec
     from .router.fleet_router import FleetRouter
 
 logger = logging.getLogger(__name__)
@@ -43,11 +47,14 @@ class Frontend:
     """Router and gateway of one fleet."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, fleet: dict[str, Any], controller: DeploymentHandle, engines: list[Any]
+        self, wish: dict[str, Any], controller: DeploymentHandle, engines: list[Any], secret: str = ""
     ) -> None:
         """``engines`` are the engine deployments' handles: Serve deploys them because they are named here."""
         prepare_process()
-        self.config: FleetConfig = from_dict(fleet)
+        start = Wish.from_dict(wish)
+        self._wish = start
+        self._secret = as_file(secret)
+        self._served: dict[str, ModelSpec] = {}  # by the gateway now
         self._id = f"front-{secrets.token_hex(4)}"
         self._controller = controller
         from .gateway.metrics import GatewayMetrics
@@ -58,7 +65,33 @@ class Frontend:
         self._gateway: Gateway = await bound(self._start_gateway, BIND_TIMEOUT_S)
         self._beats = asyncio.create_task(self._heartbeats(), name="front end heartbeats")
         for model in self.config.models:
-            await self._gateway.wait_ready(model.name)
+            if start.engines[model.name]:
+                await self._gateway.wait_ready(model.name)
+
+    @property
+    def config(self) -> FleetConfig:
+        """The configuration of the fleet now."""
+        return self._wish.config
+
+    async def reconfigure(self, wish: dict[str, Any]) -> None:
+        """Serve tells what the fleet shall be: after a start, when a change begins, and when it is over.
+
+        While a change is under way a model keeps its frontend: it asks an engine for its settings, and may meet
+        one that is about to leave.
+        """
+        self._wish = Wish.from_dict(wish)
+        wanted = {model.name: model_spec(model) for model in self.config.models}
+        for name in self._served.keys() - wanted.keys():
+            self._gateway.retire_model(name)
+            del self._served[name]
+        for name, spec in wanted.items():
+            if name not in self._served:
+                self._gateway.add_model(spec)
+            elif spec != self._served[name] and self._wish.previous is None:
+                self._gateway.replace_model(spec)
+            else:
+                continue
+            self._served[name] = spec
 
     def _describe(self) -> None:
         from prometheus_client import Gauge
@@ -78,7 +111,7 @@ class Frontend:
 
         router = self.config.router
         return await start_router(
-            router,
+            replace(router, secret=router.secret or self._secret),
             lambda: ControllerSource(self._controller),
             keys=router.api_keys or self.config.gateway.api_keys,
             registry=self._metrics.registry,
@@ -87,7 +120,7 @@ class Frontend:
 
     async def _start_gateway(self) -> Gateway:
         from .gateway.server import serve_gateway
-        from .gateway.settings import GatewaySettings, ModelSpec
+        from .gateway.settings import GatewaySettings
 
         gateway = self.config.gateway
         settings = GatewaySettings(
@@ -99,8 +132,10 @@ class Frontend:
             access_log=gateway.access_log,
             otlp_endpoint=gateway.otlp_endpoint,
         )
-        specs = [ModelSpec(name=m.name, source=m.source, args=m.engine) for m in self.config.models]
-        return await serve_gateway(specs, self._router.picker, settings, metrics=self._metrics)
+        self._served = {model.name: model_spec(model) for model in self.config.models}
+        return await serve_gateway(
+            self._served.values(), self._router.picker, settings, metrics=self._metrics
+        )
 
     async def _heartbeats(self) -> None:
         import ray
@@ -113,7 +148,9 @@ class Frontend:
         while True:
             for role, url in urls.items():
                 name = self._id if role == "gateway" else f"{self._id}-{role}"
-                call = self._controller.service_heartbeat.remote(name, role, url)
+                call = self._controller.service_heartbeat.remote(
+                    name, role, url, self._gateway.turned_away if role == "gateway" else None
+                )
                 try:
                     await asyncio.wait_for(call, 5.0)
                 except (RayError, RayServeException, TimeoutError) as error:
@@ -133,6 +170,13 @@ class Frontend:
             await self._gateway.close()
         if hasattr(self, "_router"):
             await self._router.close(GRACE_S)
+
+
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """Return what the gateway needs to know of a model deployment."""
+    from .gateway.settings import ModelSpec
+
+    return ModelSpec(name=model.name, source=model.source, args=model.engine)
 
 
 async def bound(start: Callable[[], Awaitable[T]], seconds: float) -> T:

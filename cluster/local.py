@@ -25,6 +25,7 @@ from .topology.sources import here
 OBJECT_STORE_BYTES = 100 << 20  # no tokens or weights travel through Ray
 _END_S = 10.0
 _PREFIX = "npufleet-"
+AUTH_MODE = "RAY_AUTH_MODE"  # Ray sets it to "token" when it starts a cluster and nobody has set it
 _AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
 
 ENVIRONMENT = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,9 @@ class Run:
     router: str  # host:port
     controller: str  # URL
     folder: str = ""  # of its own Ray cluster
+    ray: str = ""  # host:port of its Ray cluster, empty until that is up
+    ray_auth: str = ""  # RAY_AUTH_MODE of that cluster
+    engine_secret: str = field(default="", repr=False)  # for calls to engines past the router
 
     def alive(self) -> bool:
         """Say whether the process that wrote this still runs."""
@@ -54,6 +57,7 @@ def record(run: Run) -> Path:
     path = folder() / f"{run.pid}.json"
     try:
         folder().mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # it holds a secret
         path.write_text(json.dumps(asdict(run)))
     except OSError as error:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -19,9 +20,10 @@ import psutil
 
 from . import ask, local, preflight, preflight_cluster, runs, start_failure
 from .addresses import netloc, reachable
-from .app import CONTROLLER, assemble
+from .app import APPLICATION, CONTROLLER, assemble, submit
 from .caretaker import Caretaker
 from .config import FleetConfig
+from .deploy.wish import Wish
 from .engine import orphan
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
@@ -33,7 +35,6 @@ FOLLOW_S = 1.0  # each look at a starting fleet costs CPU that the start needs
 SHARED_S = 5.0  # between two looks at what the fleet's processes share
 LAST_WAIT_S = 10.0  # for the processes of a dead Ray to end by themselves
 HURRY_S = 0.5
-APPLICATION = "npufleet"
 T = TypeVar("T")
 
 
@@ -168,6 +169,7 @@ class _Fleet:
     config: FleetConfig
     console: Console
     stop: _Stop
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)  # of its engines
     ray: local.LocalRay | None = None
     lifeline: Lifeline | None = None  # of our own Ray cluster
     record: Path | None = None
@@ -190,6 +192,7 @@ class _Fleet:
         say(f"fleet {config.name}: {models}")
         if address:
             _connect(address)
+            self.record = runs.record(_run(config, None, address, self.secret))
             say(f"connected to the Ray cluster at {address}; device: {config.device}")
             preflight_cluster.check(config, APPLICATION, say)
         else:
@@ -197,6 +200,7 @@ class _Fleet:
             self.caretaker = Caretaker.start(self.record, self.folder)
             say(f"device: {target.device}")
             self.ray = local.start(target.device, self.folder)
+            self.record = runs.record(_run(config, self.folder, self.ray.address, self.secret))
             self.lifeline = Lifeline.of_children()
             say(f"Ray is up; logs in {self.ray.logs}")
         self.stop.listen()
@@ -239,11 +243,7 @@ class _Fleet:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # our own lines say what happens
         serve.start(proxy_location="Disabled")
-        serve.run_many(
-            [serve.RunTarget(assemble(self.config), name=APPLICATION, route_prefix=None)],
-            wait_for_applications_running=False,
-            wait_for_ingress_deployment_creation=False,
-        )
+        submit(assemble(Wish.of(self.config), secret=self.secret))
 
     def _follow(self) -> None:
         """Print what changes until the application runs."""
@@ -381,7 +381,7 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
+def _run(config: FleetConfig, folder: Path | None, ray: str = "", secret: str = "") -> runs.Run:
     return runs.Run(
         name=config.name,
         pid=os.getpid(),
@@ -390,4 +390,7 @@ def _run(config: FleetConfig, folder: Path | None) -> runs.Run:
         router=netloc(reachable(config.router.host), config.router.port),
         controller=f"http://{netloc(reachable(config.metrics.host), config.metrics.port)}",
         folder=str(folder or ""),
+        ray=ray,
+        ray_auth=os.environ.get(local.AUTH_MODE, ""),
+        engine_secret=secret,
     )

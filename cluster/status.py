@@ -7,7 +7,10 @@ from typing import Any
 
 from .addresses import netloc, reachable
 from .config import FleetConfig
+from .deploy.plan import change_line
 from .topology.labels import ranges
+
+DEATHS_SHOWN = 5
 
 
 def progress_line(entry: dict[str, Any]) -> str:
@@ -39,6 +42,7 @@ def render(status: dict[str, Any]) -> str:
             lines.append(f"  {progress_line(entry)}")
     for node in status["nodes"]:
         lines += node_lines(node)
+    lines += happened(status)
     return "\n".join(lines)
 
 
@@ -70,6 +74,21 @@ def _size(engine: dict[str, Any]) -> str:
     if ranks > 1:
         return f"{ranks} ranks of {npus // ranks} x {engine['device']}"
     return f"{npus} x {engine['device']}" if npus > 1 else str(engine["device"])
+
+
+def happened(status: dict[str, Any]) -> list[str]:
+    """Return what changed lately: by a user, by the load, by deaths."""
+    lines = []
+    if change := status.get("change"):
+        lines.append(f"  change {change_line(change)}")
+    lines += [f"  model {model} scaled {why}" for model, why in status.get("scaling", {}).items()]
+    health = status.get("health", {})
+    for death in health.get("deaths", [])[-DEATHS_SHOWN:]:
+        lines.append(f"  engine {death['engine_id']} died {death['seconds_ago']} s ago: {death['why']}")
+    for npu in health.get("fenced", []):
+        node, _, number = npu.rpartition(":")
+        lines.append(f"  NPU {number} of node {node[:12]} is fenced: engines died on it again and again")
+    return lines
 
 
 def how_to_talk(config: FleetConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,21 @@ def resolve(args: argparse.Namespace, say: Callable[[str], None]) -> Target:
     )
 
 
+def wished(args: argparse.Namespace, present: Mapping[str, Any]) -> FleetConfig:
+    """Return what the command line of `deploy` means for a running fleet, which stays as it is ``present`` in
+    all that the target says nothing of.
+
+    Raises:
+        ValueError: naming what was given and what is allowed.
+    """
+    if _is_file(args.target):
+        made = config.from_yaml(Path(args.target), present)
+    else:
+        models = _config(args, lambda text: None).to_dict()["models"]
+        made = config.from_dict({**present, "models": models})
+    return _sized(config.with_overrides(made, settings(args.set)))
+
+
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Return the FleetConfig keys that the flags set, ``--set`` last so that it wins."""
     flags = {
@@ -78,8 +93,13 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
         "metrics.port": args.metrics_port,
         "metrics.host": args.host,
     }
-    found = {key: value for key, value in flags.items() if value is not None}
-    for item in args.set or []:
+    return {key: value for key, value in flags.items() if value is not None} | settings(args.set)
+
+
+def settings(given: list[str] | None) -> dict[str, Any]:
+    """Return the FleetConfig keys that ``--set KEY=VALUE`` sets. Raises ``ValueError`` for what is none."""
+    found: dict[str, Any] = {}
+    for item in given or []:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise ValueError(f"--set {item!r}: expected KEY=VALUE, for example engine.max_model_len=4096")
@@ -99,13 +119,13 @@ def _is_file(target: str) -> bool:
 
 
 def _config(args: argparse.Namespace, say: Callable[[str], None]) -> FleetConfig:
-    kind = args.device or "npu"
+    kind = getattr(args, "device", None) or "npu"
     if args.target == DEMO:
         source = _demo_checkpoint(say)
         return config.for_model(demo_model.NAME, str(source), kind, engines=DEMO_ENGINES, engine=DEMO_ENGINE)
     if _is_file(args.target):
         made = config.from_yaml(Path(args.target))
-        return replace(made, device=kind) if args.device else made
+        return replace(made, device=kind) if getattr(args, "device", None) else made
     folder = Path(args.target).expanduser()
     if (folder / "config.json").is_file():
         return config.for_model(folder.resolve().name, str(folder.resolve()), kind)

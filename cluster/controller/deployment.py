@@ -1,8 +1,8 @@
-"""The controller as a Serve deployment: placement, the endpoint registry, progress, service discovery.
+"""The controller as a Serve deployment: placement, the endpoint registry, progress, changes, service discovery.
 
-One replica. It keeps nothing on disk: what NPUs are taken is read from Ray at each placement, and engines and
-front ends repeat themselves with every heartbeat, so a restarted controller is whole again within seconds.
-While it is away, requests flow as before; only changes wait.
+One replica. It keeps nothing on disk: what the fleet shall be comes from Serve, what NPUs are taken is read from
+Ray at each placement, and engines and front ends repeat themselves with every heartbeat, so a restarted
+controller is whole again within seconds. While it is away, requests flow as before; only changes wait.
 """
 
 from __future__ import annotations
@@ -10,18 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from .. import app
 from ..config import FleetConfig, from_dict
+from ..deploy.wish import Wish
 from ..endpoints import EngineState
 from ..metrics import discovery
 from ..placement import ray_state
+from .autoscale import Autoscaler
+from .changes import Changes
+from .drains import nodes_of, step
 from .gone import closed
+from .health import Health
 from .http import ControllerHttp
+from .outcome import Look
 from .placer import Placer, nodes
-from .progress import Phase, ProgressBoard
+from .progress import ENDED, EngineProgress, Phase, ProgressBoard
 from .registry import EXPIRY_S, Registry
-from .wire import endpoint_from_dict, endpoint_to_dict, snapshot_to_dict
+from .room import room, without
+from .status import status
+from .wire import endpoint_from_dict, snapshot_to_dict
+
+if TYPE_CHECKING:
+    from ..engine.replica import Factory
 
 logger = logging.getLogger(__name__)
 
@@ -36,37 +49,113 @@ class Controller:
     placement.
     """
 
-    async def __init__(self, fleet: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        self.config: FleetConfig = from_dict(fleet)
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, wish: dict[str, Any], factory: Factory | None = None, secret: str = ""
+    ) -> None:
         self.registry = Registry()
         self.progress = ProgressBoard()
-        self.placer = Placer(config=self.config, registry=self.registry, progress=self.progress)
+        self.health = Health()
+        self.changes = Changes(
+            wish=Wish.from_dict(wish), submit=self._submit, room=self._room, look=self._look
+        )
+        self.autoscaler = Autoscaler(changes=self.changes, registry=self.registry, progress=self.progress)
+        self.placer = Placer(
+            config=self.changes.wish.effective(), registry=self.registry, progress=self.progress
+        )
+        self._factory = factory
+        self._secret = secret
         self._placing = asyncio.Lock()
         self._services: dict[str, tuple[str, str, float]] = {}  # by id: component, metrics URL, last heard of
         self._http = ControllerHttp(self)
         await self._http.start(self.config.metrics.host, self.config.metrics.port)
         self._sweeper = asyncio.create_task(self._sweep(), name="controller sweep")
 
+    @property
+    def config(self) -> FleetConfig:
+        """The configuration of the fleet now."""
+        return self.changes.wish.config
+
+    async def reconfigure(self, wish: dict[str, Any]) -> None:
+        """Serve tells what the fleet shall be: after a start, and after each change."""
+        self.changes.taken_over(Wish.from_dict(wish))
+        self.placer.config = self.changes.wish.effective()
+
+    async def present(self) -> dict[str, Any]:
+        """Return the configuration that the fleet follows now."""
+        return self.config.to_dict()
+
+    async def deploy(self, fleet: dict[str, Any], dry_run: bool) -> dict[str, Any]:
+        """Change the running fleet to what ``fleet`` describes, or only say what that means.
+
+        Returns ``{"steps": [...]}``, or ``{"refused": why}``: a user's mistake is an answer, not a fault.
+        """
+        try:
+            wish = self.changes.wish.changed_to(from_dict(fleet))
+            planned = await (self.changes.propose(wish) if dry_run else self.changes.apply(wish))
+        except ValueError as error:
+            return {"refused": str(error)}
+        return {"steps": [step.to_dict() for step in planned]}
+
+    async def scale(self, model: str, engines: int, dry_run: bool) -> dict[str, Any]:
+        """Change the number of engines of ``model``; answers as :meth:`deploy`."""
+        try:
+            wish = self.changes.wish.resized(model, engines)
+            planned = await (self.changes.propose(wish) if dry_run else self.changes.apply(wish))
+        except ValueError as error:
+            return {"refused": str(error)}
+        return {"steps": [step.to_dict() for step in planned]}
+
+    async def drain(self, node: str, undo: bool) -> dict[str, Any]:
+        """Empty a node (its id or address), or let engines come to it again.
+
+        Returns ``{"engines": [engine ids that leave]}``, or ``{"refused": why}``.
+        """
+        state = await asyncio.to_thread(ray_state.read)
+        known = {n.node_id: n.address for n in state.topology.nodes}
+        found = [node_id for node_id, address in known.items() if node and node in (node_id, address)]
+        found = found or [node_id for node_id in known if len(node) >= 6 and node_id.startswith(node)]
+        if len(found) != 1:
+            told = ", ".join(f"{node_id[:12]} ({address})" for node_id, address in known.items())
+            return {"refused": f"{node!r} names {len(found)} nodes of the fleet; they are {told}"}
+        await self.changes.adjust(lambda wish: wish.with_cordon(found[0], not undo))
+        there = [e.engine_id for e in self.registry.snapshot().endpoints if found[0] in nodes_of(e)]
+        return {"engines": [] if undo else there}
+
     async def place(self, engine_id: str, model: str) -> dict[str, Any]:
         """Plan one engine and hold the NPUs for it; see :meth:`Placer.place`."""
+        seconds, why = self.health.wait(model)
+        if seconds:
+            return {"refused": why, "never": False}
         async with self._placing:
             state = await asyncio.to_thread(ray_state.read)
-            return self.placer.place(state, engine_id, model)
+            return self.placer.place(
+                without(state, self.health.fenced(), self.changes.wish.cordoned), engine_id, model
+            )
 
     async def report(
-        self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float]
-    ) -> None:
+        self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float],
+        generation: str = "",
+    ) -> None:  # fmt: skip
         """Take over what an engine says about its start; a failed one needs the NPUs promised to it no
         more.
         """
-        if phase in (Phase.FAILED, Phase.REFUSED):
+        entry = EngineProgress(
+            engine_id=engine_id, model=model, phase=Phase(phase), detail=detail, seconds=dict(seconds),
+            generation=generation, heard=time.monotonic(),
+        )  # fmt: skip
+        if entry.phase in ENDED:
             self.placer.forget(engine_id)
-        self.progress.report(engine_id, model, Phase(phase), detail, seconds)
+        self.progress.report(entry)
 
-    async def heartbeat(self, endpoint: dict[str, Any]) -> str | None:
-        """Register an engine or keep it alive; return why it has to end, None if it may stay."""
-        self.registry.heartbeat(endpoint_from_dict(endpoint), time.monotonic())
-        return self.placer.leaving.get(endpoint["engine_id"])
+    async def heartbeat(self, endpoint: dict[str, Any], load: dict[str, float] | None = None) -> str | None:
+        """Register an engine or keep it alive; ``load`` says how busy it is.
+
+        Returns why it has to end, None if it may stay.
+        """
+        told = endpoint_from_dict(endpoint)
+        self.registry.heartbeat(told, time.monotonic())
+        self.autoscaler.heard(told.engine_id, load or {})
+        return self.placer.leaving.get(told.engine_id)
 
     async def unregister(self, engine_id: str) -> None:
         """Forget an engine that ends, and what was promised to it."""
@@ -74,12 +163,25 @@ class Controller:
         self.progress.remove(engine_id)
         self.placer.forget(engine_id)
 
+    async def died(self, engine_id: str, why: str) -> None:
+        """Forget an engine that ends because of a fault, and remember the fault."""
+        for endpoint in self.registry.snapshot().endpoints:
+            if endpoint.engine_id == engine_id and endpoint.state is not EngineState.DRAINING:
+                self.health.died(endpoint, why)
+        await self.unregister(engine_id)
+
     async def set_state(self, engine_id: str, state: str) -> None:
         """Change the state of a registered engine. Raises ``ValueError`` if it is not known."""
         self.registry.set_state(engine_id, EngineState(state))
 
-    async def service_heartbeat(self, service_id: str, component: str, metrics_url: str) -> None:
-        """Register a front end (router, gateway) for service discovery, or keep it alive."""
+    async def service_heartbeat(
+        self, service_id: str, component: str, metrics_url: str, refused: dict[str, int] | None = None
+    ) -> None:
+        """Register a front end (router, gateway) for service discovery, or keep it alive.
+
+        ``refused`` says how many requests of each model it has turned away so far because no engine was there.
+        """
+        self.autoscaler.refused(service_id, refused or {})
         self._services[service_id] = (component, metrics_url, time.monotonic())
 
     async def watch(self, epoch: str, version: int) -> dict[str, Any]:
@@ -97,38 +199,55 @@ class Controller:
     async def status(self) -> dict[str, Any]:
         """Return what `npufleet status` shows: configuration, engines, their progress, NPUs."""
         state = await asyncio.to_thread(ray_state.read)
-        snapshot = self.registry.snapshot()
+        told = status(self.changes, self.registry, self.progress, state)
         return {
-            "fleet": self.config.name,
-            "device": self.config.device,
-            "epoch": snapshot.epoch,
-            "version": snapshot.version,
-            "npus": {
-                "total": state.topology.npus,
-                "reserved": sum(len(bundles) for bundles in state.groups.values()),
-            },
+            **told,
             "nodes": nodes(state, self.placer.models()),
-            "models": [
-                {"name": m.name, "wanted": m.engines, "ready": len(snapshot.ready(m.name))}
-                for m in self.config.models
-            ],
-            "engines": [endpoint_to_dict(endpoint) for endpoint in snapshot.endpoints],
-            "progress": [entry.to_dict() for entry in self.progress.all()],
+            "health": self.health.to_dict(),
+            "scaling": self.autoscaler.to_dict(),
         }
+
+    async def _submit(self, wish: Wish, surge: Mapping[str, int]) -> None:
+        self.placer.config = wish.effective()
+        await asyncio.to_thread(app.submit, app.assemble(wish, self._factory, surge, self._secret))
+
+    async def _room(self, wish: Wish) -> Mapping[str, int]:
+        state = without(
+            await asyncio.to_thread(ray_state.read), self.health.fenced(), self.changes.wish.cordoned
+        )
+        return {model.name: room(state, model, wish.engines[model.name]) for model in wish.config.models}
+
+    async def _look(self, began: float) -> Look:
+        told = [entry for entry in self.progress.all() if entry.heard >= began]
+        given_up = await asyncio.to_thread(app.given_up)
+        return Look(endpoints=self.registry.snapshot().endpoints, progress=tuple(told), given_up=given_up)
+
+    async def _drain(self) -> None:
+        """Let engines leave cordoned nodes, one of each model at a time."""
+        wish = self.changes.wish
+        if not (wish.cordoned or wish.lent) or self.changes.busy:
+            return
+        there = self.registry.snapshot().endpoints
+        made = step(wish.cordoned, there, wish.engines, wish.lent, await self._room(wish))
+        for engine_id in made.engines:
+            self.placer.leaving[engine_id] = "its node is to be emptied"
+        if made.scale:
+            await self.changes.adjust(lambda wish: wish.lend(made.scale))
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
             for endpoint in await closed(self.registry.silent(now)):
-                logger.warning("engine %s is gone: its port is closed", endpoint.engine_id)
-                self.registry.remove(endpoint.engine_id)
-                self.progress.remove(endpoint.engine_id)
-            for engine_id in self.registry.expire(now):
-                logger.warning(
-                    "engine %s was silent for %.0f s and is no longer published", engine_id, EXPIRY_S
+                await self.died(endpoint.engine_id, "its process ended: nobody listens on its port")
+            for endpoint in self.registry.expire(now):
+                self.health.died(
+                    endpoint, f"it was silent for {EXPIRY_S:.0f} s: its process or its node hangs"
                 )
-                self.progress.remove(engine_id)
+                self.progress.remove(endpoint.engine_id)
+            self.progress.expire(now)
+            await self.autoscaler.look(self.changes.scale)
+            await self._drain()
             gone = [key for key, (_, _, seen) in self._services.items() if now - seen > EXPIRY_S]
             for key in gone:
                 del self._services[key]
@@ -141,4 +260,5 @@ class Controller:
     async def __del__(self) -> None:
         """Serve calls this when the replica stops."""
         self._sweeper.cancel()
+        await self.changes.stop()
         await self._http.stop()

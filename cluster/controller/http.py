@@ -39,7 +39,11 @@ class ControllerHttp:
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._registry = CollectorRegistry()
-        self._registry.register(ControllerSeries(controller.config, controller.registry, controller.progress))
+        self._registry.register(
+            ControllerSeries(
+                lambda: controller.changes.wish, controller.registry, controller.progress, controller.health
+            )
+        )
         self._runner: web.AppRunner | None = None
         self.metrics_url = ""
 

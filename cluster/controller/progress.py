@@ -17,6 +17,18 @@ class Phase(StrEnum):
     REFUSED = "refused"  # failed, and every other try would fail the same way
 
 
+ENDED = (Phase.FAILED, Phase.REFUSED)
+
+REPEAT_S = 5.0
+"""How often an engine that starts repeats how far it is."""
+
+SILENT_S = 30.0
+"""A start that was not heard of for so long was stopped."""
+
+FAILED_S = 600.0
+"""How long a failed start is shown."""
+
+
 @dataclass(kw_only=True)
 class EngineProgress:
     """One engine's start."""
@@ -26,6 +38,8 @@ class EngineProgress:
     phase: Phase
     detail: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # by finished phase
+    generation: str = ""
+    heard: float = 0.0  # of the last report, seconds on a monotonic clock
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for status answers."""
@@ -35,6 +49,7 @@ class EngineProgress:
             "phase": str(self.phase),
             "detail": self.detail,
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "generation": self.generation,
         }
 
 
@@ -45,17 +60,21 @@ class ProgressBoard:
     keep: int = 256
     _engines: dict[str, EngineProgress] = field(default_factory=dict)
 
-    def report(
-        self, engine_id: str, model: str, phase: Phase, detail: str, seconds: dict[str, float]
-    ) -> None:
-        """Take over what an engine says about its start; ``seconds`` are those of its finished phases."""
-        entry = EngineProgress(
-            engine_id=engine_id, model=model, phase=phase, detail=detail, seconds=dict(seconds)
-        )
-        self._engines.pop(engine_id, None)
-        self._engines[engine_id] = entry
+    def report(self, entry: EngineProgress) -> None:
+        """Take over what an engine says about its start."""
+        self._engines.pop(entry.engine_id, None)
+        self._engines[entry.engine_id] = entry
         while len(self._engines) > self.keep:
             self._engines.pop(next(iter(self._engines)))
+
+    def expire(self, now: float) -> None:
+        """Forget starts that say nothing any more: those that were stopped, and failures that are long over."""
+        for entry in self.all():
+            if (
+                now - entry.heard > (FAILED_S if entry.phase in ENDED else SILENT_S)
+                and entry.phase is not Phase.READY
+            ):
+                del self._engines[entry.engine_id]
 
     def remove(self, engine_id: str) -> None:
         """Forget an engine that is gone."""

@@ -67,11 +67,11 @@ class Registry:
         """Return the engines that were silent for ``SILENT_S``."""
         return tuple(self._engines[engine] for engine, seen in self._seen.items() if now - seen > SILENT_S)
 
-    def expire(self, now: float) -> tuple[str, ...]:
-        """Forget engines that were silent for ``EXPIRY_S`` and return their ids."""
-        silent = tuple(engine for engine, seen in self._seen.items() if now - seen > EXPIRY_S)
-        for engine_id in silent:
-            self.remove(engine_id)
+    def expire(self, now: float) -> tuple[EngineEndpoint, ...]:
+        """Forget engines that were silent for ``EXPIRY_S`` and return them."""
+        silent = tuple(self._engines[engine] for engine, seen in self._seen.items() if now - seen > EXPIRY_S)
+        for endpoint in silent:
+            self.remove(endpoint.engine_id)
         return silent
 
     async def newer(self, epoch: str, version: int, seconds: float) -> Snapshot:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..config import FleetConfig
+from ..deploy.wish import Wish
 from ..endpoints import EngineState
+from .health import Health
 from .progress import ProgressBoard
 from .registry import Registry
 
@@ -17,17 +18,21 @@ from .registry import Registry
 class ControllerSeries(Collector):
     """Series of the fleet as the controller sees it; every sample carries fleet and device."""
 
-    def __init__(self, config: FleetConfig, registry: Registry, progress: ProgressBoard) -> None:
-        self._config = config
+    def __init__(
+        self, wish: Callable[[], Wish], registry: Registry, progress: ProgressBoard, health: Health
+    ) -> None:
+        self._wish = wish
+        self._health = health
         self._registry = registry
         self._progress = progress
 
     def collect(self) -> Iterable[Metric]:
         """Yield the series."""
-        own = [self._config.name, self._config.device]
+        wish = self._wish()
+        own = [wish.config.name, wish.config.device]
         wanted = GaugeMetricFamily(
             "npufleet_engines_wanted",
-            "Engines that the configuration asks for.",
+            "Engines that there shall be now.",
             labels=["fleet", "device", "model"],
         )
         engines = GaugeMetricFamily(
@@ -36,13 +41,26 @@ class ControllerSeries(Collector):
             labels=["fleet", "device", "model", "state"],
         )
         counts = Counter((e.model, e.state) for e in self._registry.snapshot().endpoints)
-        for model in self._config.models:
-            wanted.add_metric([*own, model.name], model.engines)
+        for model in wish.config.models:
+            wanted.add_metric([*own, model.name], wish.engines[model.name])
             for state in EngineState:
                 engines.add_metric([*own, model.name, str(state)], counts[model.name, state])
         yield wanted
         yield engines
         yield self._start_seconds(own)
+        deaths = CounterMetricFamily(
+            "npufleet_engine_deaths",
+            "Engines that ended without being asked to, since this controller began.",
+            labels=["fleet", "device", "model"],
+        )
+        for name, count in self._health.deaths.items():
+            deaths.add_metric([*own, name], count)
+        yield deaths
+        fenced = GaugeMetricFamily(
+            "npufleet_npus_fenced", "NPUs that no engine gets now.", labels=["fleet", "device"]
+        )
+        fenced.add_metric(own, len(self._health.fenced()))
+        yield fenced
         version = GaugeMetricFamily(
             "npufleet_endpoints_version", "Version of the endpoint snapshot.", labels=["fleet", "device"]
         )

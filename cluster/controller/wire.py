@@ -12,13 +12,14 @@ _KNOWN = frozenset(item.name for item in fields(EngineEndpoint))
 
 def endpoint_to_dict(endpoint: EngineEndpoint) -> dict[str, Any]:
     """Return ``endpoint`` as plain data."""
-    return {**asdict(endpoint), "state": str(endpoint.state)}
+    return {**asdict(endpoint), "state": str(endpoint.state), "places": list(endpoint.places)}
 
 
 def endpoint_from_dict(data: dict[str, Any]) -> EngineEndpoint:
     """Return the endpoint that ``data`` describes; fields of a newer release are left out."""
     known = {key: value for key, value in data.items() if key in _KNOWN}
-    return EngineEndpoint(**{**known, "state": EngineState(known["state"])})
+    places = tuple(known.get("places", ()))
+    return EngineEndpoint(**{**known, "state": EngineState(known["state"]), "places": places})
 
 
 def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:

@@ -17,6 +17,8 @@ OUT_OF_MEMORY = (
 )
 _NO_MEMORY = re.compile(r"NPU out of memory|^OutOfMemoryError")
 
+_PROCESS = re.compile(r"\(pid=(?P<pid>\d+), ip=(?P<ip>[^,)\s]+)")
+
 _WRONG_INPUT = (
     ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError, AssertionError,
 )  # fmt: skip
@@ -30,17 +32,23 @@ class Cause:
 
     text: str
     final: bool  # every other try would end the same way
+    pid: int = 0  # of the worker process it comes from, 0 if it comes from none
+    node: str = ""  # address of that process's node
 
     @classmethod
     def of(cls, error: BaseException) -> Cause:
         """Return the cause that ``error`` tells, or that lies in it if it came from another process."""
         from ray.exceptions import RayTaskError
 
+        pid, node = 0, ""
         while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+            if there := _PROCESS.search(str(error)):  # Ray keeps both in the text alone
+                pid, node = int(there["pid"]), there["ip"]
             error = error.cause
         # transformers raises an OSError without a number for files that say something wrong.
         final = isinstance(error, _WRONG_INPUT) or (isinstance(error, OSError) and error.errno is None)
-        return cls(text=_one_line(error), final=final or type(error).__name__ == "SafetensorError")
+        final = final or type(error).__name__ == "SafetensorError"
+        return cls(text=_one_line(error), final=final, pid=pid, node=node)
 
 
 def _one_line(error: BaseException) -> str:

@@ -23,10 +23,11 @@ ASK_TIMEOUT_S = 30.0
 class ControllerClient:
     """One engine's line to the controller."""
 
-    def __init__(self, controller: DeploymentHandle, engine_id: str, model: str) -> None:
+    def __init__(self, controller: DeploymentHandle, engine_id: str, model: str, generation: str) -> None:
         self._controller = controller
         self._engine_id = engine_id
         self._model = model
+        self._generation = generation
 
     async def place(self) -> dict[str, Any]:
         """Ask for NPUs; a controller that does not answer is a refusal for now."""
@@ -36,20 +37,29 @@ class ControllerClient:
 
     async def report(self, phase: Phase, detail: str, seconds: dict[str, float]) -> None:
         """Say how far the start has come."""
-        call = self._controller.report.remote(self._engine_id, self._model, str(phase), detail, dict(seconds))
+        call = self._controller.report.remote(
+            self._engine_id, self._model, str(phase), detail, dict(seconds), self._generation
+        )
         await self._answer(call, TELL_TIMEOUT_S)
 
-    async def heartbeat(self, endpoint: dict[str, Any], seconds: float = TELL_TIMEOUT_S) -> str | None:
-        """Register this engine, or keep it registered; wait for the controller at most ``seconds``.
+    async def heartbeat(
+        self, endpoint: dict[str, Any], load: dict[str, float] | None = None, seconds: float = TELL_TIMEOUT_S
+    ) -> str | None:
+        """Register this engine, or keep it registered, and say how busy it is; wait for the controller at most
+        ``seconds``.
 
         Returns why the engine has to end, None if it may stay.
         """
-        why: str | None = await self._answer(self._controller.heartbeat.remote(endpoint), seconds)
+        why: str | None = await self._answer(self._controller.heartbeat.remote(endpoint, load), seconds)
         return why
 
     async def unregister(self) -> None:
         """Say goodbye."""
         await self._answer(self._controller.unregister.remote(self._engine_id), GOODBYE_TIMEOUT_S)
+
+    async def died(self, why: str) -> None:
+        """Say goodbye, and why."""
+        await self._answer(self._controller.died.remote(self._engine_id, why), GOODBYE_TIMEOUT_S)
 
     async def _answer(self, call: Any, seconds: float) -> Any:
         from ray.exceptions import RayError

@@ -15,7 +15,8 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from . import orphan
 from .causes import tell_failures
-from .phases import StartPhase, announce, announce_failure, announce_shared
+from .phased import name_of
+from .phases import StartPhase, announce, announce_failure, announce_npus, announce_shared
 
 
 class FleetExecutor(RayExecutorV2):
@@ -25,15 +26,20 @@ class FleetExecutor(RayExecutorV2):
         self._shared: list[str] = []
         orphan.die_with_parent(lambda: orphan.remove(self._shared))
         tell_failures(announce_failure)
-        announce(StartPhase.WORKERS)
+        announce(StartPhase.PROCESSES)
+        vllm_config.parallel_config.worker_cls = name_of(vllm_config.parallel_config.worker_cls)
         super().__init__(vllm_config)
-        announce(StartPhase.CACHE)
-        answers: list[tuple[str, list[str]]] = self.collective_rpc(_shared_by_worker)
-        here = {path for host, paths in answers if host == socket.gethostname() for path in paths}
+        answers: list[tuple[str, list[str], str]] = self.collective_rpc(_about_worker)
+        announce_npus(npu for _, _, npu in answers)
+        here = {path for host, paths, _ in answers if host == socket.gethostname() for path in paths}
         self._shared = sorted(here.union(orphan.shared_memory()))
         announce_shared(self._shared)
 
 
-def _shared_by_worker(worker: Any) -> tuple[str, list[str]]:
-    """Runs in each worker: its host, and the shared memory it has mapped."""
-    return socket.gethostname(), orphan.shared_memory()
+def _about_worker(worker: Any) -> tuple[str, list[str], str]:
+    """Runs in each worker: its host, the shared memory it has mapped, and its NPU as NODE_ID:NUMBER."""
+    import ray
+
+    context = ray.get_runtime_context()
+    numbers = context.get_accelerator_ids().get("NPU") or ["?"]
+    return socket.gethostname(), orphan.shared_memory(), f"{context.get_node_id()}:{numbers[0]}"

@@ -18,14 +18,18 @@ from enum import StrEnum
 from .causes import Cause
 
 _SHARED = "shared:"
+_NPUS = "npus:"
 _FAILED = "failed:"
 
 
 class StartPhase(StrEnum):
-    """What the engine core is busy with during its start, in this order."""
+    """What core and workers are busy with during a start, in this order."""
 
-    WORKERS = "workers"  # worker processes start and load weights
-    CACHE = "cache"  # memory is measured, the KV cache laid out, graphs captured
+    PROCESSES = "processes"  # worker processes start and import
+    GROUPS = "groups"  # devices are opened and HCCL groups formed
+    WEIGHTS = "weights"  # weights are loaded
+    CACHE = "cache"  # memory is measured and the KV cache laid out
+    GRAPHS = "graphs"  # graphs are captured, kernels warmed up
 
 
 def _address(pid: int) -> bytes:
@@ -40,6 +44,11 @@ def announce(phase: StartPhase, pid: int | None = None) -> None:
 def announce_shared(paths: Iterable[str]) -> None:
     """Tell the parent process which shared memory the engine's processes use."""
     _send(_SHARED + "\n".join(paths))
+
+
+def announce_npus(npus: Iterable[str]) -> None:
+    """Tell the parent process which NPU each rank has, as NODE_ID:NUMBER."""
+    _send(_NPUS + "\n".join(npus))
 
 
 def announce_failure(cause: Cause) -> None:
@@ -60,14 +69,15 @@ class PhaseListener:
 
     def __init__(self) -> None:
         self.shared: list[str] = []
+        self.npus: tuple[str, ...] = ()
         self.failure: Cause | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_address(os.getpid()))
         self._socket.setblocking(False)
 
     def poll(self) -> StartPhase | None:
-        """Return the next phase that was announced, None if there is none yet; fills ``shared`` and ``failure``
-        on the way.
+        """Return the next phase that was announced, None if there is none yet; fills ``shared``, ``npus`` and
+        ``failure`` on the way.
         """
         while True:
             try:
@@ -76,6 +86,8 @@ class PhaseListener:
                 return None
             if text.startswith(_FAILED):
                 self.failure = Cause(**json.loads(text.removeprefix(_FAILED)))
+            elif text.startswith(_NPUS):
+                self.npus = tuple(text.removeprefix(_NPUS).split())
             elif text.startswith(_SHARED):
                 self.shared = text.removeprefix(_SHARED).split()
             else:

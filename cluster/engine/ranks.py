@@ -131,7 +131,7 @@ def launch(config: VllmConfig, plan: Plan, group: PlacementGroup, runtime_env: A
     together = {bundle.node_id for bundle in plan.bundles} == {here}
     listeners = _listen(together)
     actors = [_actor(group, rank, width, runtime_env) for rank in range(size)]
-    announce(StartPhase.WORKERS, os.getpid())
+    announce(StartPhase.PROCESSES, os.getpid())
     coordinator = Coordinator(
         ranks=size,
         waves=config.model_config.is_moe,

@@ -19,22 +19,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import checkpoint
+from prometheus_client import REGISTRY
+
+from .. import checkpoint, env
 from ..addresses import WILDCARDS
 from ..config import ModelConfig, from_dict
-from ..controller.progress import Phase
+from ..controller.progress import REPEAT_S, Phase
 from ..controller.registry import HEARTBEAT_S
 from ..controller.wire import endpoint_to_dict
+from ..deploy.wish import digest
 from ..endpoints import EngineEndpoint, EngineState
 from ..metrics import exporter
 from ..placement import group as placement_group
 from ..placement.plan import Bundle, Plan
-from . import orphan
+from ..secret import fleet_secret
+from . import last_words, orphan, pulse
 from .build import preload, start
 from .causes import Cause, StartFailed
 from .client import GOODBYE_TIMEOUT_S, ControllerClient
-from .phases import PhaseListener
+from .load import LoadMeter
 from .series import EngineInfo
+from .start_watch import StartWatch
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -45,9 +50,8 @@ PLACE_TIMEOUT_S = 600.0
 """How long an engine waits for NPUs before its start fails; Serve then tries again."""
 
 GROUP_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 3600.0  # hundreds of gigabytes from a slow disk take a while; for ever is too long
-DRAIN_S = 30.0
 WATCH_S = 0.2
+DEAD = "the engine core or one of its workers died"
 LAST_WORDS_S = 0.5  # for error messages of the broken streams to reach their clients
 
 Factory = Callable[[ModelConfig, Plan, Any], Awaitable[Any]]
@@ -58,19 +62,27 @@ class Engine:
     """One replica of one model deployment."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, fleet: dict[str, Any], model: str, controller: DeploymentHandle, factory: Factory | None = None
+        self,
+        fleet: dict[str, Any],
+        model: str,
+        controller: DeploymentHandle,
+        factory: Factory | None = None,
+        secret: str = "",
     ) -> None:
         config = from_dict(fleet)
-        self._secret = config.router.secret
         self.config = next(entry for entry in config.models if entry.name == model)
+        self._healing = config.healing
+        self._secret = fleet_secret(config.router.secret, secret)
         self.engine_id = f"{_slug(model)}-{secrets.token_hex(4)}"
         self.dead: str | None = None  # why, once it is
-        self._controller = ControllerClient(controller, self.engine_id, model)
+        self._generation = digest(fleet)
+        self._controller = ControllerClient(controller, self.engine_id, model, self._generation)
         self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
-        self._step = "core"  # of the loading phase: first the engine core's own process
+        self._watched: StartWatch | None = None
         self._group: Any = None
         self._llm: Any = None
+        self._places: tuple[str, ...] = ()
         self._server: Any = None
         self._shared: list[str] = []  # shared memory of the engine's processes
         started = False
@@ -86,7 +98,9 @@ class Engine:
         assert error is not None
         cause = error.cause if isinstance(error, StartFailed) else Cause.of(error)
         phase = Phase.REFUSED if cause.final else Phase.FAILED
-        await self._controller.report(phase, cause.text, self._seconds)
+        text = await last_words.told(cause, self._watched)
+        logger.error("engine %s did not start: %s", self.engine_id, text)
+        await self._controller.report(phase, text, self._seconds)
         await self._release()
 
     async def _start(self, metrics_host: str, factory: Factory | None) -> None:
@@ -98,15 +112,14 @@ class Engine:
         await self._controller.report(Phase.PLACING, "", self._seconds)
         plan, device = await self._place()
         self._group = await placement_group.create(plan, GROUP_TIMEOUT_S)
-        self._phase_done(Phase.PLACING)
+        self._seconds[str(Phase.PLACING)] = time.monotonic() - self._began
         await importing
         await self._load(factory or start, plan)
-        from ..router.lookaside.tokens import read_secret
         from .guard import Guard
         from .service import serve_engine
 
         host = ray.util.get_node_ip_address()
-        guard = None if self._secret is None else Guard(read_secret(self._secret), self.engine_id)
+        guard = Guard(self._secret, self.engine_id) if self._secret else None
         self._server = await serve_engine(self._llm, host, 0, guard=guard)
         self._info = EngineInfo(self.engine_id, self.config.name, device)
         # On the node's own address like the service, unless the user opened metrics to all.
@@ -122,9 +135,11 @@ class Engine:
             node_id=ray.get_runtime_context().get_node_id(),
             npus=self.config.npus,
             ranks=self.config.data_parallel_size,
+            ready_at=time.time(),
+            generation=self._generation,
+            places=self._places,
         )
         await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
-        self._phase_done(self._step)
         await self._controller.report(Phase.READY, "", self._seconds)
         self._watcher = asyncio.create_task(self._watch(), name="engine watch")
         self._tasks = [asyncio.create_task(self._heartbeats(), name="engine heartbeats"), self._watcher]
@@ -138,28 +153,45 @@ class Engine:
 
     async def _load(self, factory: Factory, plan: Plan) -> None:
         """Make the AsyncLLM, saying meanwhile how far it is."""
-        listener = PhaseListener()
-        follower = asyncio.create_task(self._follow(listener))
+        import ray
+
+        watch = StartWatch(size=len(plan.bundles), host=ray.util.get_node_ip_address(), seconds=self._seconds)
+        self._watched = watch
+        os.environ[env.PHASES] = watch.address  # for the workers, which inherit it
+        making = asyncio.ensure_future(factory(self.config, plan, self._group))
         try:
-            self._llm = await asyncio.wait_for(factory(self.config, plan, self._group), START_TIMEOUT_S)
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"engine {self.engine_id} was not up {START_TIMEOUT_S:.0f} s after its NPUs were reserved: "
-                f"it was busy with {self._step!r}"
-            ) from error
+            await self._follow(watch, making)
+            self._llm = await making
+            watch.finish()
         except StartFailed:
             raise
         except RuntimeError as error:  # what vLLM makes of every fault in the engine core
-            while listener.poll() is not None:
-                pass  # phases that are over
-            if listener.failure is None:
+            watch.poll()  # the cause may have come with the last phases
+            if watch.core.failure is None:
                 raise
-            raise StartFailed(listener.failure) from error
+            raise StartFailed(watch.core.failure) from error
         finally:
-            follower.cancel()
-            listener.poll()  # the last word is what the processes share
-            self._shared = listener.shared
-            listener.close()
+            making.cancel()
+            watch.poll()  # the last word is what the processes share
+            self._shared = watch.core.shared
+            self._places = tuple(map(_place_of, plan.bundles, watch.core.npus or ("",) * len(plan.bundles)))
+            watch.close()
+
+    async def _follow(self, watch: StartWatch, making: asyncio.Future[Any]) -> None:
+        """Report what core and workers announce until the engine is made.
+
+        Raises:
+            RuntimeError: when a phase takes longer than it may.
+        """
+        told, repeat = "", 0.0
+        while not making.done():
+            watch.poll()
+            if hangs := watch.overdue():
+                raise RuntimeError(f"engine {self.engine_id} hangs in its start: {hangs}")
+            if watch.describe() != told or time.monotonic() > repeat:
+                told, repeat = watch.describe(), time.monotonic() + REPEAT_S
+                await self._controller.report(Phase.LOADING, told, self._seconds)
+            await asyncio.wait([making], timeout=WATCH_S)
 
     async def _place(self) -> tuple[Plan, str]:
         """Ask for NPUs until there are some; what is missing shows in the status meanwhile."""
@@ -176,52 +208,40 @@ class Engine:
             await self._controller.report(Phase.PLACING, refused, self._seconds)
             await asyncio.sleep(1.0)
 
-    def _phase_done(self, phase: str) -> None:
-        now = time.monotonic()
-        self._seconds[str(phase)] = now - self._began
-        self._began = now
-
-    async def _follow(self, listener: PhaseListener) -> None:
-        """Report what the engine core announces of its start."""
-        while True:
-            await self._controller.report(Phase.LOADING, self._step, self._seconds)
-            self._step = await self._next_step(listener)
-
-    async def _next_step(self, listener: PhaseListener) -> str:
-        while True:
-            phase = listener.poll()
-            if phase is not None:
-                self._phase_done(self._step)
-                return phase
-            await asyncio.sleep(WATCH_S)
-
     async def _heartbeats(self) -> None:
+        meter = LoadMeter(registry=REGISTRY)
         while self.dead is None:
-            why = await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
+            why = await self._controller.heartbeat(endpoint_to_dict(self._endpoint), meter.read())
             if why:
                 await self._leave(why)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _leave(self, why: str) -> None:
-        """Give the NPUs to an engine of higher priority: let requests end, then end this process.
+        """The controller wants the NPUs for others, or the node empty: let requests end, then end this process.
 
-        Serve starts a new replica, which waits for room.
+        Serve starts a new replica, which finds its place elsewhere or waits for room. It sees this one as well
+        until then: it would cut off the requests of one that is not.
         """
         logger.warning("engine %s leaves: %s", self.engine_id, why)
-        self.dead = why
         self._watcher.cancel()
-        await self._drain()
+        await self._drain(why)
         os._exit(0)  # the placement group goes with its owner
 
     async def _watch(self) -> None:
-        """End this process soon after the engine core died."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            if self._llm.errored:
-                break
-        self.dead = "the engine core or one of its workers died"
+        """End this process soon after the engine core died or stopped to make progress."""
+        beats = asyncio.create_task(
+            pulse.watch(self._llm, lambda: self._server.last_token, self._healing.stall_s),
+            name="engine pulse",
+        )
+        try:
+            while not self._llm.errored and not beats.done():
+                await asyncio.wait([beats], timeout=WATCH_S)
+            stalled = beats.exception() if beats.done() else None
+        finally:
+            beats.cancel()
+        self.dead = str(stalled) if isinstance(stalled, pulse.Stalled) else DEAD
         logger.error("engine %s: %s; ending it so that a new one takes its place", self.engine_id, self.dead)
-        await self._controller.unregister()
+        await self._controller.died(self.dead)
         await asyncio.sleep(LAST_WORDS_S)
         orphan.remove(self._shared)
         os._exit(1)  # no way back: exit handlers would wait for the dead
@@ -240,13 +260,22 @@ class Engine:
             task.cancel()
         await self._drain()
 
-    async def _drain(self) -> None:
+    async def _drain(self, why: str = "it was asked to end") -> None:
         """Take no more requests, let those that run end, and give everything back."""
         self._endpoint = replace(self._endpoint, state=EngineState.DRAINING)
-        await self._controller.heartbeat(endpoint_to_dict(self._endpoint), GOODBYE_TIMEOUT_S)
-        await self._server.drain(DRAIN_S)
+        await self._controller.heartbeat(endpoint_to_dict(self._endpoint), seconds=GOODBYE_TIMEOUT_S)
+        beats = asyncio.create_task(self._last_heartbeats(), name="engine last heartbeats")
+        await self._server.drain(self._healing.drain_s)
+        beats.cancel()
+        self.dead = why
         await self._controller.unregister()
         await self._release()
+
+    async def _last_heartbeats(self) -> None:
+        """Say that this engine is still draining: a silent one counts as dead."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
 
     async def _release(self) -> None:
         """Give back engine core, port and NPUs; safe at any point of a start."""
@@ -262,6 +291,11 @@ class Engine:
                 await asyncio.to_thread(placement_group.remove, self._group)
             self._group = None
         orphan.remove(self._shared)
+
+
+def _place_of(bundle: Bundle, told: str) -> str:
+    """Return NODE_ID:NUMBER of a rank: as planned, or as its worker tells where Ray chose the NPU."""
+    return told or f"{bundle.node_id}:?" if bundle.npu is None else f"{bundle.node_id}:{bundle.npu}"
 
 
 def _slug(name: str) -> str:

@@ -71,6 +71,11 @@ class EngineServer:
         """Generate streams open now."""
         return self.service.active
 
+    @property
+    def last_token(self) -> float:
+        """When the last part of any answer was sent, seconds on the monotonic clock; 0 before the first."""
+        return self.service.last_token
+
     async def drain(self, deadline_s: float = 30.0) -> int:
         """Stop taking requests, let the running ones end, then stop the server.
 

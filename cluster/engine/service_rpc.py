@@ -64,6 +64,7 @@ class EngineService(VllmEngineServicer):
         self.active = 0  # Generate streams open now
         self.idle = asyncio.Event()  # set while none is open
         self.idle.set()
+        self.last_token = 0.0  # monotonic seconds, 0 before the first
         self.last_request = 0.0  # seconds since the epoch, 0 before the first
         self._headers = advertise({"max_logprobs": async_llm.model_config.max_logprobs})
         self.events: KvEventHub | None = None
@@ -103,6 +104,7 @@ class EngineService(VllmEngineServicer):
         self.idle.clear()
         try:
             async for response in super().Generate(request, context):
+                self.last_token = time.monotonic()
                 yield response
         finally:
             self.active -= 1

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from http import HTTPStatus
 from traceback import format_exc
@@ -60,6 +61,7 @@ class Dispatcher:
         self._keys = Keys(settings.api_keys)
         self._access = AccessLog(settings.access_log)
         self._tracing = Tracing("npufleet-gateway", settings.otlp_endpoint)
+        self.turned_away: Counter[str] = Counter()  # requests that found no engine, by model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -127,6 +129,7 @@ class Dispatcher:
             slot = self._slot_for(None, any_will_do=True)
         if slot.frontend is None or (path in _GENERATING and not slot.engines):
             reason = slot.problem if slot.frontend is None else "none of its engines can take a request now"
+            self.turned_away[slot.spec.name] += not slot.engines
             raise HttpError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"model {slot.spec.name!r} is not ready: {reason}",

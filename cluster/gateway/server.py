@@ -54,6 +54,7 @@ class Gateway:
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # of models that come or go
 
     @property
     def port(self) -> int:
@@ -74,11 +75,50 @@ class Gateway:
             raise ValueError(f"this gateway already serves a model named {spec.name!r}")
         self._slots[spec.name] = Slot(spec, self._picker, self._settings, self.metrics)
 
+    def retire_model(self, name: str) -> None:
+        """Take no new request for ``name`` and let the running ones end within ``shutdown_grace``. Unknown
+        names are ignored."""
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            self._leave(slot)
+
+    def replace_model(self, spec: ModelSpec) -> None:
+        """Serve a model deployment with other settings as soon as its new frontend is up; until then, and for
+        the requests that run then, the old one goes on.
+        """
+        new = Slot(spec, self._picker, self._settings, self.metrics)
+        task = asyncio.create_task(self._swap(new), name=f"gateway replaces {spec.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _swap(self, new: Slot) -> None:
+        swapped = False
+        try:
+            await new.wait()
+            old = self._slots.get(new.spec.name)
+            if old is not None:  # otherwise it was removed meanwhile
+                self._slots[new.spec.name] = new
+                swapped = True
+                self._leave(old)
+        finally:
+            if not swapped:
+                await new.close()
+
+    def _leave(self, slot: Slot) -> None:
+        task = asyncio.create_task(slot.leave(), name=f"gateway drains {slot.spec.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def remove_model(self, name: str) -> None:
         """Stop serving ``name``; its running requests end with an error. Unknown names are ignored."""
         slot = self._slots.pop(name, None)
         if slot is not None:
             await slot.close()
+
+    @property
+    def turned_away(self) -> dict[str, int]:
+        """How many requests found no engine of their model so far."""
+        return dict(self._dispatcher.turned_away)
 
     def alive(self) -> bool:
         """What /health answers: at least one model can answer requests now."""
@@ -103,6 +143,9 @@ class Gateway:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for name in list(self._slots):
             await self.remove_model(name)
         self._dispatcher.close()

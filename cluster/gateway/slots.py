@@ -52,6 +52,18 @@ class Slot:
             return await self.frontend.model_cards()
         return [{"id": self.spec.name, "object": "model", "created": 0, "owned_by": "npufleet"}]
 
+    async def leave(self) -> None:
+        """Let running requests end within ``shutdown_grace``, then close."""
+        deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace
+        try:
+            while self.frontend is not None and (running := self.frontend.core.active):
+                if asyncio.get_running_loop().time() > deadline:
+                    logger.warning("model %s: %d requests that still run are ended", self.spec.name, running)
+                    break
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await self.close()
+
     async def close(self) -> None:
         """Stop loading and end running requests."""
         self._task.cancel()

@@ -13,7 +13,9 @@ import pytest
 from npufleet.cluster import config
 from npufleet.cluster.controller import source as source_module
 from npufleet.cluster.controller.gone import closed
-from npufleet.cluster.controller.progress import Phase, ProgressBoard
+from npufleet.cluster.controller.health import Health
+from npufleet.cluster.controller.progress import FAILED_S, EngineProgress, Phase, ProgressBoard
+from npufleet.cluster.controller.progress import SILENT_S as START_SILENT_S
 from npufleet.cluster.controller.registry import EXPIRY_S, SILENT_S, Registry
 from npufleet.cluster.controller.series import ControllerSeries
 from npufleet.cluster.controller.source import ControllerSource
@@ -23,6 +25,7 @@ from npufleet.cluster.controller.wire import (
     snapshot_from_dict,
     snapshot_to_dict,
 )
+from npufleet.cluster.deploy.wish import Wish
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState, Snapshot
 
 
@@ -52,7 +55,7 @@ def test_silent_engines_expire() -> None:
     registry.heartbeat(endpoint("a"), 0.0)
     registry.heartbeat(endpoint("b"), EXPIRY_S)
     assert registry.expire(EXPIRY_S) == ()
-    assert registry.expire(EXPIRY_S + 1.0) == ("a",)
+    assert [e.engine_id for e in registry.expire(EXPIRY_S + 1.0)] == ["a"]
     assert [e.engine_id for e in registry.snapshot().endpoints] == ["b"]
 
 
@@ -101,8 +104,8 @@ def test_wire_form_reads_back_and_forgives_newer_releases() -> None:
 def test_progress_keeps_the_last_engines() -> None:
     board = ProgressBoard(keep=2)
     for name in "abc":
-        board.report(name, "m", Phase.PLACING, "", {})
-    board.report("b", "m", Phase.READY, "", {"placing": 1.234})
+        board.report(EngineProgress(engine_id=name, model="m", phase=Phase.PLACING))
+    board.report(EngineProgress(engine_id="b", model="m", phase=Phase.READY, seconds={"placing": 1.234}))
     assert [entry.engine_id for entry in board.all()] == ["c", "b"]
     assert board.all()[-1].to_dict()["seconds"] == {"placing": 1.23}
     board.remove("b")
@@ -110,18 +113,32 @@ def test_progress_keeps_the_last_engines() -> None:
     assert [entry.engine_id for entry in board.all()] == ["c"]
 
 
+def test_starts_that_say_nothing_any_more_are_forgotten_and_failures_are_shown_for_a_while() -> None:
+    board = ProgressBoard()
+    for name, phase in (("a", Phase.LOADING), ("b", Phase.FAILED), ("c", Phase.READY)):
+        board.report(EngineProgress(engine_id=name, model="m", phase=phase, heard=1.0))
+    board.expire(START_SILENT_S + 2.0)
+    assert [entry.engine_id for entry in board.all()] == ["b", "c"]
+    board.expire(FAILED_S + 2.0)
+    assert [entry.engine_id for entry in board.all()] == ["c"]
+
+
 def test_series_carry_fleet_device_and_state() -> None:
     registry = Registry()
     registry.heartbeat(endpoint(), 0.0)
     fleet = config.from_dict({"device": "virtual", "models": [{"name": "m", "source": "/m", "engines": 2}]})
+    health = Health()
+    health.died(endpoint(), "it fell")
     samples = {
         (sample.name, sample.labels.get("state")): (sample.value, sample.labels["device"])
-        for family in ControllerSeries(fleet, registry, ProgressBoard()).collect()
+        for family in ControllerSeries(lambda: Wish.of(fleet), registry, ProgressBoard(), health).collect()
         for sample in family.samples
     }
     assert samples["npufleet_engines_wanted", None] == (2.0, "virtual")
     assert samples["npufleet_engines", "ready"] == (1.0, "virtual")
     assert samples["npufleet_engines", "draining"] == (0.0, "virtual")
+    assert samples["npufleet_engine_deaths_total", None] == (1.0, "virtual")
+    assert samples["npufleet_npus_fenced", None] == (0.0, "virtual")
 
 
 class FakeHandle:

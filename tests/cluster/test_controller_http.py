@@ -12,17 +12,20 @@ from urllib.parse import urlsplit
 import pytest
 
 from npufleet.cluster.config import from_dict
+from npufleet.cluster.controller.health import Health
 from npufleet.cluster.controller.http import ControllerHttp
 from npufleet.cluster.controller.progress import ProgressBoard
 from npufleet.cluster.controller.registry import Registry
+from npufleet.cluster.deploy.wish import Wish
 
 
 @pytest.fixture
 async def address() -> AsyncIterator[tuple[str, int]]:
     """Where one listens, over a controller that only has what the port's own series need."""
     controller: Any = SimpleNamespace(
-        config=from_dict({"models": [{"name": "m", "source": "/m"}]}),
+        changes=SimpleNamespace(wish=Wish.of(from_dict({"models": [{"name": "m", "source": "/m"}]}))),
         registry=Registry(),
+        health=Health(),
         progress=ProgressBoard(),
     )
     http = ControllerHttp(controller)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from npufleet.cluster.config import ModelConfig
-from npufleet.cluster.engine import build, orphan, phases, replica
+from npufleet.cluster.config import HealingConfig, ModelConfig
+from npufleet.cluster.engine import build, orphan, phases, pulse, replica, start_watch
 from npufleet.cluster.engine.causes import MAX_CHARS, Cause, tell_failures
 from npufleet.cluster.engine.phases import PhaseListener, StartPhase
 from npufleet.cluster.engine.replica import Engine
@@ -59,9 +59,16 @@ class FakeLLM:
         self.errored = False
         self.stopped = False
 
+        self.answers = True
+
     async def check_health(self) -> None:
         if self.errored:
             raise RuntimeError("dead")
+
+    async def collective_rpc(self, method: str) -> None:
+        assert method == "check_health"
+        if not self.answers:
+            await asyncio.Event().wait()
 
     def shutdown(self) -> None:
         self.stopped = True
@@ -71,6 +78,7 @@ class FakeServer:
     """What the engine needs of its gRPC server."""
 
     address = "127.0.0.1:5"
+    last_token = 0.0
 
     def __init__(self) -> None:
         self.drained = False
@@ -135,7 +143,7 @@ ROOM = {"nodes": ["n0", "n0"], "npus": [4, None], "device": "virtual npu X"}
 async def test_a_start_registers_and_a_stop_gives_everything_back(world: World) -> None:
     controller = Controller({"refused": "full", "never": False}, ROOM)
     engine = await world.start(controller)
-    (endpoint,) = controller.said("heartbeat")[0]
+    endpoint = controller.said("heartbeat")[0][0]
     assert endpoint["state"] == "ready"
     assert (endpoint["device"], endpoint["address"], endpoint["model"]) == (
         "virtual npu X",
@@ -192,7 +200,7 @@ async def test_a_failed_load_gives_the_npus_back_and_says_why(world: World) -> N
 async def test_the_cores_own_fault_is_what_is_told(world: World) -> None:
     async def broken(model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
         code = "from npufleet.cluster.engine import causes, phases; import os; os.getppid = lambda: %d\n"
-        code += "phases.announce(phases.StartPhase.WORKERS)\n"
+        code += "phases.announce(phases.StartPhase.WEIGHTS)\n"
         code += "phases.announce_failure(causes.Cause.of(MemoryError('1 GiB short')))"
         command = [sys.executable, "-c", code % os.getpid()]
         await asyncio.to_thread(subprocess.run, command, check=True, timeout=120)
@@ -209,8 +217,8 @@ async def test_a_start_that_hangs_ends(world: World, monkeypatch: pytest.MonkeyP
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(replica, "START_TIMEOUT_S", 0.1)
-    with pytest.raises(RuntimeError, match="was busy with 'core'"):
+    monkeypatch.setitem(start_watch.DEADLINES_S, "core", 0.1)
+    with pytest.raises(RuntimeError, match="hangs in its start: the phase 'core' was not over after 0 s"):
         await world.start(Controller(ROOM), hangs)
     assert world.groups == []
 
@@ -221,20 +229,34 @@ async def test_a_dead_core_ends_the_process(world: World) -> None:
     world.llm.errored = True
     await asyncio.wait_for(world.exited.wait(), 60)
     assert world.exits == [1]
-    assert controller.said("unregister") == [(engine.engine_id,)]
+    assert controller.said("died") == [(engine.engine_id, replica.DEAD)]
     with pytest.raises(RuntimeError, match="engine core or one of its workers died"):
         await engine.check_health()
 
 
+async def test_a_core_that_makes_no_progress_ends_the_process(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    controller = Controller(ROOM)
+    engine = await world.start(controller)
+    engine._healing = HealingConfig(stall_s=0.1)
+    world.llm.answers = False
+    await asyncio.wait_for(world.exited.wait(), 60)
+    ((_, why),) = controller.said("died")
+    assert why.startswith("neither a token nor a finished step")
+
+
 def test_phases_reach_the_parent_and_nobody_is_no_error() -> None:
-    phases.announce(StartPhase.WORKERS)  # our parent does not listen
+    phases.announce(StartPhase.WEIGHTS)  # our parent does not listen
     listener = PhaseListener()
     code = "from npufleet.cluster.engine.phases import *; [announce(phase) for phase in StartPhase];"
-    code += "announce_shared(['/dev/shm/a', '/dev/shm/b'])"
+    code += "announce_shared(['/dev/shm/a', '/dev/shm/b']); announce_npus(['n0:3', 'n1:0'])"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert [listener.poll(), listener.poll()] == [StartPhase.WORKERS, StartPhase.CACHE]
+    assert [listener.poll() for _ in StartPhase] == list(StartPhase)
     assert listener.poll() is None
     assert listener.shared == ["/dev/shm/a", "/dev/shm/b"]
+    assert listener.npus == ("n0:3", "n1:0")
     listener.close()
 
 
@@ -254,9 +276,11 @@ def test_a_cause_is_one_line_and_knows_whether_another_try_helps() -> None:
         Checked(size=1)
     assert Cause.of(caught.value) == Cause(text="size: no such size, got 1", final=True)
     remote = RayTaskError(
-        "f", "Traceback ...", FileNotFoundError(2, "No such file", "/w")
+        "f", "ray::W.f() (pid=77, ip=10.0.0.7, actor_id=1)\n...", FileNotFoundError(2, "No such file", "/w")
     ).as_instanceof_cause()
-    assert Cause.of(remote) == Cause(text="FileNotFoundError: [Errno 2] No such file: '/w'", final=False)
+    assert Cause.of(remote) == Cause(
+        text="FileNotFoundError: [Errno 2] No such file: '/w'", final=False, pid=77, node="10.0.0.7"
+    )
     assert Cause.of(OSError("config.json is not valid")).final
     assert not Cause.of(RuntimeError("x" * 9999)).final
     full = "NPU out of memory. Tried to allocate 1 GiB. If reserved memory is >> allocated memory try more"

@@ -43,6 +43,12 @@ class FakeAsyncLLM:
         if self.errored:
             raise EngineDeadError()
 
+    async def collective_rpc(self, method: str) -> list[None]:
+        """Answers as workers that are well."""
+        if self.errored:
+            raise EngineDeadError()
+        return [None]
+
     async def abort(self, request_ids: Any) -> None:
         self.aborted += list(request_ids)
 

@@ -1,0 +1,169 @@
+"""Simulated hosts: a Ray cluster of several raylets on this machine, each with an address, NPUs and labels of its own.
+
+A host that is killed loses everything at once, as one whose power fails: Ray's daemons and whatever they started.
+The head keeps its state in RocksDB, so one that is started again is the same cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from npufleet.cluster.topology import facts
+from npufleet.cluster.topology.command import flags
+from npufleet.cluster.topology.facts import Facts
+
+START_S = 120.0
+TRIES = 3
+STARTED = b"Ray runtime started"
+END_S = 30.0
+CHIP = "Ascend910B3"
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One host. ``npus`` 0: a host for head, router and controller."""
+
+    name: str
+    address: str
+    npus: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        """All processes of the host."""
+        if self.process is None:
+            return []
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+@dataclass(kw_only=True)
+class Hosts:
+    """A head and its hosts. Use as a context: everything is gone afterwards."""
+
+    hosts: list[Host]
+    head: Host = field(default_factory=lambda: Host(name="head", address="127.0.0.9"))
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="npufleet-hosts-")))
+    port: int = 0
+    keep_logs: bool = False
+
+    def __enter__(self) -> Hosts:
+        self.port = free_port()
+        (self.folder / "token").write_text(secrets.token_hex(32))
+        os.environ.update(self.environment())
+        try:
+            for host in self.all:
+                self.start(host)
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    @property
+    def all(self) -> list[Host]:
+        """The head and the hosts."""
+        return [self.head, *self.hosts]
+
+    @property
+    def address(self) -> str:
+        """host:port of the cluster."""
+        return f"{self.head.address}:{self.port}"
+
+    def environment(self) -> dict[str, str]:
+        """What processes need to use the cluster; also puts the head's state into RocksDB."""
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
+            "RAY_gcs_storage": "rocksdb",
+            "RAY_gcs_storage_path": str(self.folder / "gcs"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_LOG_TO_STDERR": "0",
+            "RAY_worker_niceness": "0",
+            # A host that is gone is noticed within some ten seconds instead of a minute.
+            "RAY_health_check_period_ms": "2000",
+            "RAY_health_check_timeout_ms": "5000",
+            "RAY_health_check_failure_threshold": "3",
+        }
+
+    def start(self, host: Host) -> None:
+        """Start a host, or start it again, and wait until it is part of the cluster.
+
+        Ray gives its own processes 30 s, which a busy machine can miss, so it is tried three times.
+
+        Raises:
+            RuntimeError: if it does not start.
+        """
+        log = self.folder / f"{host.name}.log"
+        for _ in range(TRIES):
+            began = log.stat().st_size if log.exists() else 0
+            host.process = self._launch(host, log)
+            deadline = time.monotonic() + START_S
+            while host.process.poll() is None and time.monotonic() < deadline:
+                if STARTED in log.read_bytes()[began:]:
+                    return
+                time.sleep(0.2)
+            self.kill(host)
+        raise RuntimeError(f"{host.name} did not start: {log.read_text(errors='replace')[-2000:]}")
+
+    def _launch(self, host: Host, log: Path) -> subprocess.Popen[bytes]:
+        told = Facts(soc=CHIP, indices=tuple(range(host.npus)), failure_domain=host.name)
+        command = [*RAY, "start", "--block", f"--node-ip-address={host.address}"]
+        command += ["--object-store-memory=100000000"]
+        device = {}
+        if host.npus:
+            command += flags(facts.node("", told, exact=True))
+            device = {"NPUFLEET_DEVICE": f"virtual:{host.npus}:{CHIP},hbm=16GiB"}
+        if host is self.head:  # no CPUs: nothing of the fleet goes there
+            command += ["--head", f"--port={self.port}", "--include-dashboard=false", "--num-cpus=0"]
+            command += [f"--temp-dir={self.folder / 'ray'}"]
+        else:
+            command += [f"--address={self.address}", "--num-cpus=4"]
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                command, stdout=out, stderr=out, env={**os.environ, **device}, start_new_session=True
+            )
+
+    def kill(self, host: Host) -> None:
+        """End a host at once."""
+        family = host.family
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=END_S)
+        assert host.process is not None
+        host.process.wait(END_S)
+
+    def end(self) -> None:
+        """End everything and remove the folder."""
+        for host in reversed(self.all):
+            if host.process is not None:
+                self.kill(host)
+        if not self.keep_logs:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,54 @@
+"""Whether an engine makes progress: tokens come, or its core answers through all of its workers.
+
+An open port proves nothing: a core that waits for a stopped worker keeps every connection open. So an engine
+that has sent no token lately is asked for a sign of life that the core passes to each worker between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+BEAT_S = 2.0
+"""How often an engine without tokens is asked."""
+
+STALL_S = 60.0
+"""An engine whose core and workers finish no step for so long is ended. A step is one forward pass of at most
+``max_num_batched_tokens`` tokens: seconds at the very most."""
+
+
+class Stalled(RuntimeError):
+    """The engine makes no progress; the text says since when."""
+
+
+async def watch(llm: Any, last_token: Callable[[], float], stall_s: float) -> None:
+    """Return never; raise :class:`Stalled` when the engine behind ``llm`` makes no progress.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        last_token: when the last token of any request came, seconds on the monotonic clock.
+        stall_s: how long a step may take.
+    """
+    alive = time.monotonic()
+    while True:
+        await asyncio.sleep(BEAT_S)
+        alive = max(alive, last_token())
+        if time.monotonic() - alive < BEAT_S:
+            continue
+        asked = asyncio.ensure_future(beat(llm))
+        while not asked.done():  # a token that comes meanwhile counts too
+            alive = max(alive, last_token())
+            left = alive + stall_s - time.monotonic()
+            if left <= 0:
+                asked.cancel()
+                raise Stalled(f"neither a token nor a finished step of its workers for {stall_s:.0f} s")
+            await asyncio.wait([asked], timeout=min(left, BEAT_S))
+        await asked
+        alive = time.monotonic()
+
+
+async def beat(llm: Any) -> None:
+    """Return when the engine core has heard from each of its workers. Raises what vLLM raises for a dead core."""
+    await llm.collective_rpc("check_health")

@@ -1,0 +1,1 @@
+"""How many engines a model deployment has, decided from its load."""

@@ -1,0 +1,56 @@
+"""What the front end does with a change of the wish: only what the gateway has to know, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from npufleet.cluster import config
+from npufleet.cluster.deploy.wish import Wish
+from npufleet.cluster.frontend import Frontend, model_spec
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda told: self.told.append((name, getattr(told, "name", told)))
+
+
+def wish(*names: str, **engine: Any) -> Wish:
+    models = [{"name": name, "source": "/m", "engine": engine} for name in names]
+    return Wish.of(config.from_dict({"models": models}))
+
+
+def front(start: Wish) -> tuple[Frontend, Gateway]:
+    made, gateway = Frontend.__new__(Frontend), Gateway()
+    made._wish = start
+    made._served = {model.name: model_spec(model) for model in start.config.models}
+    made._gateway = gateway  # type: ignore[assignment]
+    return made, gateway
+
+
+async def test_models_come_and_go_at_once_and_settings_change_at_the_end() -> None:
+    before = wish("a", "b")
+    made, gateway = front(before)
+    await made.reconfigure(before.to_dict())
+    assert gateway.told == []
+    after = wish("a", "c", tool_call_parser="hermes")
+    await made.reconfigure(replace(after, previous=before).to_dict())
+    assert gateway.told == [("retire_model", "b"), ("add_model", "c")]
+    await made.reconfigure(after.to_dict())
+    assert gateway.told[2:] == [("replace_model", "a")]
+    await made.reconfigure(after.to_dict())
+    assert len(gateway.told) == 3
+
+
+async def test_a_change_that_was_taken_back_or_seen_only_at_its_end() -> None:
+    before, after = wish("a"), wish("a", max_model_len=128)
+    made, gateway = front(before)
+    await made.reconfigure(replace(after, previous=before).to_dict())
+    await made.reconfigure(before.to_dict())
+    assert gateway.told == []
+    await made.reconfigure(after.to_dict())
+    assert gateway.told == [("replace_model", "a")]
+    assert made.config == after.config

@@ -1,0 +1,88 @@
+"""Models that come, go and change while a gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from npufleet.cluster.gateway import server
+from npufleet.cluster.gateway.metrics import GatewayMetrics
+from npufleet.cluster.gateway.server import Gateway, bind
+from npufleet.cluster.gateway.settings import GatewaySettings, ModelSpec
+from npufleet.cluster.gateway.slots import Slot
+
+
+class FakeSlot:
+    """A slot whose frontend is up when the test says so."""
+
+    made: list[FakeSlot] = []  # noqa: RUF012 - cleared by the fixture
+
+    def __init__(self, spec: ModelSpec, *rest: Any) -> None:
+        self.spec = spec
+        self.up = asyncio.Event()
+        self.left = self.closed = False
+        FakeSlot.made.append(self)
+
+    async def wait(self) -> None:
+        await self.up.wait()
+
+    async def leave(self) -> None:
+        self.left = True
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+async def gateway(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gateway]:
+    FakeSlot.made.clear()
+    monkeypatch.setattr(server, "Slot", FakeSlot)
+    picker: Any = None
+    made = Gateway(picker, GatewaySettings(), bind("127.0.0.1", 0), GatewayMetrics())
+    made.add_model(ModelSpec(name="m"))
+    yield made
+    await made.close()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_replaced_model_answers_all_the_while(gateway: Gateway) -> None:
+    gateway.replace_model(ModelSpec(name="m", args={"max_model_len": 5}))
+    await settle()
+    old, new = FakeSlot.made
+    assert gateway._slots["m"] is old and not old.left
+    new.up.set()
+    await settle()
+    assert gateway._slots["m"] is new and old.left and not new.closed
+
+
+async def test_a_retired_model_takes_nothing_new_and_ends_what_it_has(gateway: Gateway) -> None:
+    gateway.replace_model(ModelSpec(name="m"))
+    gateway.retire_model("m")
+    gateway.retire_model("m")
+    await settle()
+    old, new = FakeSlot.made
+    assert gateway._slots == {} and old.left
+    new.up.set()
+    await settle()
+    assert gateway._slots == {} and new.closed, "it was removed meanwhile"
+
+
+async def test_a_slot_leaves_when_its_requests_have_ended_or_its_time_is_over() -> None:
+    for grace, active in ((30.0, 0), (0.0, 3)):
+        slot = Slot.__new__(Slot)
+        slot.spec = ModelSpec(name="m")
+        slot._settings = GatewaySettings(shutdown_grace=grace)
+        slot._task = asyncio.create_task(asyncio.sleep(0))
+        closed: list[bool] = []
+        core = SimpleNamespace(active=active)
+        slot.frontend = SimpleNamespace(core=core, close=lambda done=closed: done.append(True))  # type: ignore[assignment]
+        await asyncio.wait_for(slot.leave(), 10)
+        assert closed == [True]
