@@ -19,7 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.router.envoy.server import serve_envoy
-from npufleet.cluster.router.envoy.settings import EnvoySettings
+from npufleet.cluster.router.envoy.settings import EnvoySettings, Filter
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
 
@@ -219,6 +219,14 @@ async def test_an_engines_status_passes_as_it_is():
         assert f.router.picker.models() == {MODEL: 1}
 
 
+async def test_the_last_engines_refusal_stands():
+    engine = FakeEngine(name="a", fail_at=0, fail_code=Code.RESOURCE_EXHAUSTED, greets=False)
+    async with envoy_fleet(engine) as f:
+        error = await error_of(f.stub.Generate(generate_request(5), metadata=(("x-envoy-max-retries", "9"),)))
+        assert (error.code(), error.details()) == (Code.RESOURCE_EXHAUSTED, "fake failure of a")
+        assert len(engine.seen) == 1
+
+
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED])
 async def test_an_engine_that_refuses_is_passed_over(code: grpc.StatusCode):
     bad, good = FakeEngine(name="a", fail_at=0, fail_code=code, greets=False), FakeEngine(name="b")
@@ -379,3 +387,17 @@ async def test_tls_at_the_door_and_towards_engines(tmp_path: Path):
                     assert await tokens_of(call) == [6, 7]
                 else:
                     assert (await error_of(call)).code() is Code.UNAVAILABLE
+
+
+@pytest.mark.parametrize("filter", list(Filter))
+async def test_what_is_too_large_is_said_to_be(filter: Filter):
+    engine = FakeEngine(name="a", options=(("grpc.absolute_max_metadata_size", 16 << 10),))
+    async with envoy_fleet(engine, filter=filter, settings=replace(QUICK, max_request_bytes=100_000)) as f:
+        assert len(await tokens_of(f.stub.Generate(generate_request(1, (1,) * 90_000)))) == 1
+        for call in (
+            f.stub.Generate(generate_request(1, (1,) * 110_000)),
+            f.stub.Generate(generate_request(1), metadata=(("x-mine", "y" * 30_000),)),
+        ):
+            error = await error_of(call)
+            assert error.code() is Code.RESOURCE_EXHAUSTED, error.details()
+        assert len(engine.seen) == 1

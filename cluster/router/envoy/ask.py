@@ -18,7 +18,14 @@ from npufleet.cluster.router.away import Away, AwayRequests
 from npufleet.cluster.router.call import NO_KEY, CallError
 from npufleet.cluster.router.envoy.binary import from_base64
 from npufleet.cluster.router.envoy.engines import EngineAddresses
-from npufleet.cluster.router.envoy.settings import DESTINATION_KEY, PEER_KEY, PICK_KEY, TOKEN_KEY
+from npufleet.cluster.router.envoy.settings import (
+    DESTINATION_KEY,
+    FRAME,
+    PEER_KEY,
+    PICK_KEY,
+    RETRIES_KEY,
+    TOKEN_KEY,
+)
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics
@@ -28,7 +35,6 @@ from npufleet.cluster.router.wire import MODEL_KEY, SERVICE, SESSION_KEY, read_h
 
 _Code = grpc.StatusCode
 _PREFIX = f"/{SERVICE}/"
-_FRAME = 5  # bytes before a gRPC message: compressed or not, its length (gRPC over HTTP/2, "Length-Prefixed-Message")
 VIA = "envoy"
 _MARGIN = 0.05  # seconds that an engine has more than its client
 _LONGEST = 86400.0  # seconds; fits the eight digits of a grpc-timeout in milliseconds
@@ -79,6 +85,11 @@ class Asked:
         if tenant is None:
             self._metrics.ended(UNKNOWN_MODEL, method, _Code.UNAUTHENTICATED)
             raise CallError(_Code.UNAUTHENTICATED, NO_KEY)
+        if (
+            body is not None and int.from_bytes(body[1:FRAME], "big") > self._max_bytes
+        ):  # Envoy may cut it off there
+            self._metrics.ended(UNKNOWN_MODEL, method, _Code.RESOURCE_EXHAUSTED)
+            raise CallError(_Code.RESOURCE_EXHAUSTED, f"the request is longer than {self._max_bytes} bytes")
         try:
             info = replace(self._info(method, headers, body), excluded=excluded, tenant=tenant)
         except ValueError as error:
@@ -120,7 +131,9 @@ class Asked:
         if not hosts:
             self.away.ended(away.id, _Code.UNAVAILABLE, engine=_Code.CANCELLED)
             raise CallError(_Code.UNAVAILABLE, f"engine {endpoints[0].engine_id!r} has no address yet")
-        headers = [(DESTINATION_KEY, hosts), (PICK_KEY, away.id)]
+        # With nobody left to ask, the status of the last engine shall stand.
+        retries = str(hosts.count(","))
+        headers = [(DESTINATION_KEY, hosts), (PICK_KEY, away.id), (RETRIES_KEY, retries)]
         if self._mint is not None:
             headers.append((TOKEN_KEY, self._mint.fleet()))
         return tuple(headers)
@@ -128,10 +141,10 @@ class Asked:
 
 def read_message(body: bytes, encoding: str, most: int) -> bytes:
     """The one message of a unary gRPC request; ValueError where there is none or more than ``most`` bytes."""
-    length = int.from_bytes(body[1:_FRAME], "big")
-    if len(body) != _FRAME + length:
+    length = int.from_bytes(body[1:FRAME], "big")
+    if len(body) != FRAME + length:
         raise ValueError(f"the request is not one gRPC message: {len(body)} bytes for a message of {length}")
-    raw = body[_FRAME:]
+    raw = body[FRAME:]
     if not body[0]:
         return raw
     if encoding not in ("gzip", "deflate"):

@@ -20,6 +20,7 @@ import httptools
 
 from npufleet.cluster.router.call import CallError
 from npufleet.cluster.router.envoy.ask import Asked
+from npufleet.cluster.router.envoy.settings import FRAME
 
 _log = logging.getLogger(__name__)
 _STARTED = b"/started/"
@@ -59,7 +60,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, asked: Asked, max_bytes: int, among: set[_Connection]) -> None:
         self._asked = asked
-        self._most = max_bytes + 1024
+        self._most = max_bytes + FRAME
         self._among = among
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -123,14 +124,17 @@ class _Connection(asyncio.Protocol):
         try:
             placed = await self._asked.place(path, headers, body)
         except CallError as error:
-            text = {key: value for key, value in error.trailing if isinstance(value, str)}
-            text["grpc-status"] = str(error.code.value[0])
-            self._answer(b"429 No Engine", text.items(), error.details.encode())
+            self._refuse(error)
         else:
             if self._transport is None or self._transport.is_closing():
                 self._asked.away.ended(placed.away.id, grpc.StatusCode.CANCELLED)  # Envoy has gone on
                 return
             self._answer(b"200 OK", placed.headers)
+
+    def _refuse(self, error: CallError) -> None:
+        text = {key: value for key, value in error.trailing if isinstance(value, str)}
+        text["grpc-status"] = str(error.code.value[0])
+        self._answer(b"429 No Engine", text.items(), error.details.encode())
 
     def _answer(self, status: bytes, headers: Iterable[tuple[str, str]], body: bytes = b"") -> None:
         if self._transport is None or self._transport.is_closing():

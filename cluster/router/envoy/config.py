@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
+
 from npufleet.cluster.router.envoy import filters
 from npufleet.cluster.router.envoy.settings import (
     DESTINATION_KEY,
@@ -32,6 +34,7 @@ FRONT_SERVICES = (SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.Ser
 
 _TYPE = "type.googleapis.com/envoy"
 _RETRY_ON = "connect-failure,refused-stream,unavailable,resource-exhausted"  # all before any output
+_HEADERS_KB = 60
 _NOBODY = "npufleet-nobody"
 
 
@@ -257,7 +260,8 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         codec_type="HTTP2",
         use_remote_address=True,
         skip_xff_append=True,
-        max_request_headers_kb=max(1, router.max_metadata_bytes >> 10),
+        # Envoy resets a stream with more; what is above the engines' own limit shall get their status instead.
+        max_request_headers_kb=max(_HEADERS_KB, router.max_metadata_bytes >> 10),
         stream_idle_timeout="0s",  # a long prompt is silent for as long as its deadline allows
         request_headers_timeout="10s",
         http2_protocol_options={
@@ -269,6 +273,7 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         route_config=_routes(settings),
         http_filters=filters.chain(settings),
         access_log=filters.access_logs(settings),
+        local_reply_config={"mappers": [_too_large(router.max_request_bytes)]},
     )
     chain: dict[str, Any] = {"filters": [{"name": "http", "typed_config": manager}]}
     if settings.tls is not None:
@@ -278,6 +283,20 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         "address": _socket(settings.host, settings.port),
         "per_connection_buffer_limit_bytes": settings.connection_window,
         "filter_chains": [chain],
+    }
+
+
+def _too_large(most: int) -> dict[str, Any]:
+    """Of a request that the filter will not hold: the status that the router's own front gives it."""
+    status = {
+        "header": {"key": "grpc-status", "value": str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])},
+        "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+    }
+    is_413 = {"op": "EQ", "value": {"default_value": 413, "runtime_key": "npufleet.too_large"}}
+    return {
+        "filter": {"status_code_filter": {"comparison": is_413}},
+        "headers_to_add": [status],
+        "body": {"inline_string": f"the request is longer than {most} bytes"},
     }
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from npufleet.cluster.router.envoy.settings import (
     DESTINATION_KEY,
+    FRAME,
     PEER_KEY,
     PICK_KEY,
+    RETRIES_KEY,
     TOKEN_KEY,
     EnvoySettings,
     Filter,
@@ -18,7 +20,7 @@ _AUTHZ = "envoy.filters.http.ext_authz"
 _PROC = "envoy.filters.http.ext_proc"
 _LUA = "envoy.filters.http.lua"
 _ASKED = ("grpc-timeout", "grpc-encoding", "authorization", "x-api-key")
-_CHOSEN = (DESTINATION_KEY, PICK_KEY, TOKEN_KEY)
+_CHOSEN = (DESTINATION_KEY, PICK_KEY, RETRIES_KEY, TOKEN_KEY)
 
 # The first answer of an engine ends the wait for a prompt: the picker's loads and paces need that moment.
 # The message is not waited for, and a failure says nothing about the request.
@@ -104,7 +106,7 @@ def _exact(*names: str) -> dict[str, Any]:
 
 def _authz(settings: EnvoySettings) -> dict[str, Any]:
     """Ask over HTTP/1.1 with all of the request; an answer other than 200 is the client's answer."""
-    most = settings.router.max_request_bytes
+    most = settings.router.max_request_bytes + FRAME
     return {
         "@type": f"{_TYPE}.filters.http.ext_authz.v3.ExtAuthz",
         "transport_api_version": "V3",
@@ -144,6 +146,7 @@ def _proc(settings: EnvoySettings) -> dict[str, Any]:
             "response_body_mode": "NONE",
             "response_trailer_mode": "SEND",
         },
+        "mutation_rules": {"allow_envoy": True},
         "metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb"]}},
     }
 

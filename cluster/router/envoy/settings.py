@@ -11,11 +11,26 @@ from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import PEER_KEY
 from npufleet.cluster.tls import ServerTls
 
-__all__ = ["DESTINATION_KEY", "PEER_KEY", "PICK_KEY", "TOKEN_KEY", "EnvoySettings", "Filter"]
+__all__ = [
+    "DESTINATION_KEY",
+    "FRAME",
+    "PEER_KEY",
+    "PICK_KEY",
+    "RETRIES_KEY",
+    "TOKEN_KEY",
+    "EnvoySettings",
+    "Filter",
+]
+
+FRAME = 5
+"""Bytes before a gRPC message: compressed or not, its length (gRPC over HTTP/2, "Length-Prefixed-Message")."""
 
 DESTINATION_KEY = "x-gateway-destination-endpoint"
 """Request header with the chosen engine, ``IP:port[,IP:port…]``: the first is meant, the others serve retries
 (Gateway API Inference Extension, Endpoint Picker Protocol)."""
+
+RETRIES_KEY = "x-envoy-max-retries"
+"""Request header of Envoy's own: how often it may try again. It takes it from no client."""
 
 PICK_KEY = "x-npufleet-pick"
 """Request header that names a pick in what Envoy tells about the request later."""
