@@ -22,6 +22,7 @@ from npufleet.cluster.router.ledger import Peers
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Picker
 from npufleet.cluster.router.pool import EnginePool
+from npufleet.cluster.router.prefix.metrics import PrefixCollector
 from npufleet.cluster.router.registry import DEFAULT_POLICY, load_policy
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.tls import ServerTls
@@ -114,6 +115,7 @@ async def serve_router(
     front = Front(picker, metrics, settings, keys or Keys(()))
     front.add_to(server)
     metrics.watch(pool)
+    metrics.registry.register(PrefixCollector(picker))
     await pool.start()
     handle = RouterHandle(host=host, port=port, picker=picker, metrics=metrics, _server=server, _front=front)
     if warm:

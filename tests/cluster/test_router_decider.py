@@ -222,3 +222,23 @@ def test_of_a_large_fleet_the_holders_of_the_prompt_and_some_others_are_looked_a
     fresh = RequestInfo(model="m", prompt_tokens=300, prompt=TokenPrompt(tokens=pack(range(7, 307))))
     picked = [decider.choose("m", fresh, ledgers, 5.0).engine_id for _ in range(300)]
     assert max(Counter(picked).values()) < 12
+
+
+async def test_what_is_known_of_caches_is_told_as_metrics():
+    from .router_fakes import FakeEngine, fleet, generate_request, tokens_of, until
+
+    async with fleet(FakeEngine(name="a"), policy="predicted-ttft") as running:
+        await until(lambda: running.router.picker.events.following == {"a"})
+        await tokens_of(running.stub.Generate(generate_request()))
+        assert running.metric("npufleet_router_engine_events", model="tiny", engine="a") == 1
+        index = running.router.picker.decider.index("tiny")
+        assert index is not None
+        index.stored("a", [(1, 1), (2, 2)], block_size=128)
+        assert running.metric("npufleet_router_prefix_blocks", model="tiny") == 2
+        assert running.metric("npufleet_router_engine_prefix_blocks", model="tiny", engine="a") == 2
+        await running.engines[0].stop()
+        await until(lambda: not running.router.picker.events.following)
+        assert running.metric("npufleet_router_engine_prefix_blocks", model="tiny", engine="a") == 0
+    async with fleet(FakeEngine(name="a"), policy="least-load") as running:
+        assert not running.router.picker.events.following
+        assert running.metric("npufleet_router_engine_events", model="tiny", engine="a") == 0
