@@ -26,6 +26,7 @@ from ..proto.features import advertise
 from .kv_events import KvEventHub, SlowSubscriber
 from .view import EXTENSION, EngineView
 
+_ALL_PENDING = 1 << 40
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 logging.getLogger("smg_grpc_servicer.vllm.servicer").addFilter(
@@ -151,6 +152,26 @@ class EngineService(VllmEngineServicer):
                     yield batch
         except SlowSubscriber as error:
             await context.abort(grpc.StatusCode.DATA_LOSS, f"{error}; subscribe again")
+
+    def _scheduler_loads(self) -> list[pb.SchedulerLoad]:
+        loads = super()._scheduler_loads()
+        for load in loads:
+            load.num_waiting_uncached_tokens = self._pending_tokens(load.dp_rank)
+        return loads
+
+    def _load_record(self, dp_rank: int | None) -> common_pb2.EngineLoad | None:
+        record = super()._load_record(dp_rank)
+        if record is not None:
+            record.waiting_uncached_tokens = self._pending_tokens(dp_rank or 0)
+        return record
+
+    def _pending_tokens(self, rank: int) -> int:
+        """Tokens to compute for all requests without output.
+
+        The stock servicer leaves out those that the engine has admitted; but a long prompt is computed for many
+        steps after that, and whoever comes next waits for all of it.
+        """
+        return self._loads.estimate(_ALL_PENDING, rank=rank).queued_token_work
 
     @staticmethod
     def _chunk_response(

@@ -25,6 +25,8 @@ UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
 ALL = 64  # engines up to which each is looked at
 BEST = 24  # beyond: those that hold most of the prompt, and
 DRAWN = 40  # as many drawn by chance, among which the idle ones are
+ALONE = 0.7  # share of the engines' requests from which on a router counts as the only one
+FEW = 2  # engines of either kind at least, where it is not
 
 
 @dataclass(eq=False, slots=True)
@@ -100,16 +102,18 @@ class Decider:
         *,
         learns: bool = False,
         guess_block: int = 128,
+        salt: int | None = None,
     ) -> None:
         """``learns``: learn the engines' paces though the policy does not ask for them; ``guess_block``: tokens
-        per block where engines do not tell theirs.
+        per block where engines do not tell theirs; ``salt`` decides what is left to chance, differently in each
+        router.
         """
         self.policy = policy
         self.learns = policy.learns or learns
         self.clock = clock
         self._guess_block = guess_block
         self._models: dict[str, _Model] = {}
-        self._salt = secrets.randbits(63)
+        self._salt = secrets.randbits(63) if salt is None else salt
 
     def index(self, model: str) -> PrefixIndex | None:
         """The index that wants the KV events of the model's engines, None where the policy does not."""
@@ -147,14 +151,11 @@ class Decider:
 
         Of a large fleet a policy that reads prefix caches sees only those engines that hold most of the prompt
         and some others by chance: the best of forty is hardly worse than the best of a thousand, and looking at
-        each would take longer than many a prompt.
+        each would take longer than many a prompt. Where other routers send to the same engines, chance also
+        keeps all of them from taking the same engine at once: each looks at as many as are its share.
         """
         known, policy = self._model(model), self.policy
-        some: Some | None = None
-        if known.prefix is not None and len(ledgers) > ALL:
-            start = mix(self._salt ^ known.tickets)
-            drawn = {ledgers[mix(start + at) % len(ledgers)].engine_id for at in range(DRAWN)}
-            some = Some(BEST, drawn)
+        some = self._some(known.tickets, ledgers) if known.prefix is not None else None
         cached = known.prefix.match(info.prompt, some) if known.prefix is not None and info.prompt else {}
         if some is not None:
             ledgers = [one for one in ledgers if one.engine_id in cached or one.engine_id in some.also]
@@ -169,6 +170,31 @@ class Decider:
             )
             for ledger in ledgers
         ]
+
+    def _some(self, ticket: int, ledgers: Sequence[Ledger]) -> Some | None:
+        """Which engines to look at; None for all of them."""
+        count, best, draws = len(ledgers), BEST, DRAWN
+        share = self._share(ledgers)
+        if share < ALONE and count > 2 * FEW:
+            best, draws = FEW, max(FEW, min(DRAWN, round(count * share)))
+        elif count <= ALL:
+            return None
+        at, drawn = mix(self._salt ^ ticket), set[str]()
+        while len(drawn) < draws:
+            at += 1
+            drawn.add(ledgers[mix(at) % count].engine_id)
+        return Some(best, drawn)
+
+    @staticmethod
+    def _share(ledgers: Sequence[Ledger]) -> float:
+        """Which part of the requests that engines report this router had sent; 1 where nothing tells of others."""
+        own = there = 0
+        for ledger in ledgers:
+            report = ledger.report
+            if report is not None:
+                own += ledger.in_flight_at_report
+                there += report.running + report.waiting
+        return own / there if there > len(ledgers) and own < there else 1.0
 
     def _model(self, model: str) -> _Model:
         known = self._models.get(model)

@@ -91,6 +91,16 @@ class Ledger:
         return self._totals.requests_sent - self._totals.requests_ended
 
     @property
+    def report(self) -> LoadReport | None:
+        """The newest report, however old."""
+        return self._report
+
+    @property
+    def in_flight_at_report(self) -> int:
+        """Requests of this router in flight when the newest report was asked for."""
+        return self._mark.totals[0]
+
+    @property
     def queued(self) -> int:
         """Requests without any output yet."""
         return self._totals.requests_sent - self._totals.requests_started

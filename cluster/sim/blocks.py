@@ -89,11 +89,14 @@ class BlockCore(Core):
         return bool(self._running or self._waiting)
 
     def load(self) -> LoadReport:
-        """Queue and cache now; of waiting requests, what the cache holds now is left out."""
+        """Queue and cache now. Tokens are those of all requests without output, as our engines report them; of
+        waiting ones, what the cache holds now is left out.
+        """
+        under_way = sum(live.goal - live.computed for live in self._running if not live.produced)
         return LoadReport(
             running=len(self._running),
             waiting=len(self._waiting),
-            waiting_tokens=sum(live.goal - self._found(live) for live in self._waiting),
+            waiting_tokens=under_way + sum(live.goal - self._found(live) for live in self._waiting),
             kv_usage=self._pool.usage,
         )
 

@@ -79,8 +79,8 @@ class _Engine:
 
 
 class _Router:
-    def __init__(self, policy: Policy, clock: Callable[[], float], block_size: int) -> None:
-        self.decider = Decider(policy, clock, guess_block=block_size)
+    def __init__(self, policy: Policy, clock: Callable[[], float], block_size: int, number: int) -> None:
+        self.decider = Decider(policy, clock, guess_block=block_size, salt=number)
         self.ledgers: dict[str, Ledger] = {}
 
     def hear(
@@ -109,7 +109,9 @@ class VirtualFleet:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
         self._ids = count()
-        self._routers = [_Router(policy(), lambda: self.now, spec.block_size) for _ in range(spec.routers)]
+        self._routers = [
+            _Router(policy(), lambda: self.now, spec.block_size, number) for number in range(spec.routers)
+        ]
         self._engines: dict[str, _Engine] = {}
         for place in range(spec.engines):
             self._join(place, 0)
