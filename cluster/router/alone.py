@@ -221,7 +221,10 @@ async def serve(args: argparse.Namespace) -> None:
         if args.endpoint_picker is not None:
             picker = await serve_endpoint_picker(router, settings, args.endpoint_picker, keys=keys, tls=own)
             running.push_async_callback(picker.close)
-        if args.metrics_port is not None:
+        if args.metrics_port is not None and isinstance(handle, envoy.OwnFolder):
+            exporter = await on_port(args.host, args.metrics_port, handle.handle.series)
+            running.push_async_callback(exporter.cleanup)
+        elif args.metrics_port is not None:
             start_http_server(args.metrics_port, addr=args.host, registry=registry)
         print(f"router listens on {handle.address}", flush=True)
         await stop.wait()

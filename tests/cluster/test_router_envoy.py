@@ -18,6 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.admission.tenants import Keys
+from npufleet.cluster.router.envoy import engines
 from npufleet.cluster.router.envoy.server import serve_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings, Filter
 from npufleet.cluster.tls import ServerTls
@@ -66,6 +67,8 @@ async def test_answers_are_the_engines_own_and_the_policy_decides():
         assert f.metric("npufleet_router_requests_total", **labels) == 4
         assert f.metric("npufleet_router_first_message_seconds_count", model=MODEL) == 4
         assert f.metric("npufleet_router_in_flight", model=MODEL) == 0
+        series = (await f.router.series()).decode()
+        assert "envoy_cluster_upstream_rq_total" in series and "npufleet_router_picks_total" in series
 
 
 async def test_a_forged_destination_is_ignored():
@@ -401,3 +404,22 @@ async def test_what_is_too_large_is_said_to_be(filter: Filter):
             error = await error_of(call)
             assert error.code() is Code.RESOURCE_EXHAUSTED, error.details()
         assert len(engine.seen) == 1
+
+
+async def test_an_engine_that_is_known_by_a_name_is_found_where_the_name_leads(monkeypatch):
+    engine = await FakeEngine(name="a").start()
+    named = replace(endpoint(engine), address=f"localhost:{engine.port}")
+    try:
+        async with envoy_fleet(source=ListSource(named)) as f:
+            assert await tokens_of(f.stub.Generate(generate_request(2))) == [6, 7]
+            assert f.router.asked.engines.get("a") == ("127.0.0.1", engine.port)
+            monkeypatch.setattr(engines, "resolve", _moved)
+            f.router.asked.engines._changed.set()  # as twice a minute
+            listed = f.folder / "engines" / "engines.json"
+            await until(lambda: "127.0.0.2" in listed.read_text())
+    finally:
+        await engine.stop()
+
+
+async def _moved(address: str) -> tuple[str, int]:
+    return "127.0.0.2", engines.split(address)[1]

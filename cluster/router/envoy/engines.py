@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from npufleet.cluster.router.envoy.config import as_json, endpoints
@@ -13,10 +14,11 @@ from npufleet.cluster.router.pool import EnginePool
 
 _log = logging.getLogger(__name__)
 _RETRY = 1.0
+_AGAIN = 30.0
 
 
 class EngineAddresses:
-    """IP and port by engine id. An address with a name is resolved once, when its engine comes."""
+    """IP and port by engine id. Names in addresses are looked up when an engine comes and twice a minute."""
 
     def __init__(self, pool: EnginePool, file: Path | None) -> None:
         """``file`` is where Envoy looks; None: nobody looks."""
@@ -51,7 +53,8 @@ class EngineAddresses:
 
     async def _follow(self) -> None:
         while True:
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _AGAIN)
             self._changed.clear()
             if not await self._update():
                 await asyncio.sleep(_RETRY)
@@ -63,7 +66,7 @@ class EngineAddresses:
         complete = True
         for engine_id, address in wanted.items():
             known = self._resolved.get(engine_id)
-            if known is None or known[0] != address:
+            if known is None or known[0] != address or known[1] != split(address):  # a name may move
                 try:
                     self._resolved[engine_id] = (address, await resolve(address))
                 except OSError as error:
@@ -88,10 +91,15 @@ class EngineAddresses:
         return True
 
 
+def split(address: str) -> tuple[str, int]:
+    """Host and port of host:port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 async def resolve(address: str) -> tuple[str, int]:
     """The IP address and the port of host:port; OSError where the name is not known."""
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    host, port = split(address)
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    return str(found[0][4][0]), int(port)
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return str(found[0][4][0]), port

@@ -7,9 +7,10 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from npufleet.cluster.addresses import netloc
 from npufleet.cluster.admission.tenants import Keys
@@ -70,6 +71,14 @@ class EnvoyHandle:
     def metrics(self) -> RouterMetrics:
         """The router's series."""
         return self.router.metrics
+
+    async def series(self) -> bytes:
+        """The router's series and Envoy's own, in the format of Prometheus."""
+        text = generate_latest(self.metrics.registry)
+        if self.envoy is not None:
+            with suppress(OSError, aiohttp.ClientError):  # it is being started again
+                text += (await self.envoy.admin.metrics()).encode()
+        return text
 
     async def wait_ready(self, seconds: float) -> None:
         """As :meth:`RouterHandle.wait_ready`."""
