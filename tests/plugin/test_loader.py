@@ -86,7 +86,7 @@ def without(source: Path, folder: Path, lost: str) -> Path:
             "model.layers.1.self_attn.k_proj.weight",
             r"layers\.1\.self_attn\.qkv_proj\.weight \(k_proj\)",
         ),
-        ("llama", "lm_head.weight", r"lm_head\.weight"),
+        pytest.param("llama", "lm_head.weight", r"lm_head\.weight", marks=pytest.mark.slow),
         ("mixture", "model.layers.0.mlp.experts.2.up_proj.weight", r"layers\.0\.mlp\.experts\..*w13_weight"),
     ],
 )
