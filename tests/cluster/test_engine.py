@@ -24,6 +24,7 @@ from npufleet.cluster.engine.causes import MAX_CHARS, Cause, tell_failures
 from npufleet.cluster.engine.phases import PhaseListener, StartPhase
 from npufleet.cluster.engine.replica import Engine
 from npufleet.cluster.placement.plan import Bundle, Plan
+from npufleet.cluster.router.lookaside.tokens import TokenMint, check_token
 
 FLEET = {
     "device": "virtual",
@@ -120,15 +121,16 @@ class World:
         return plan.engine_id
 
     async def _serve(self, llm: Any, host: str, port: int, guard: Any = None) -> FakeServer:
+        self.guard = guard
         return self.server
 
     async def factory(self, model: ModelConfig, plan: Plan, group: Any) -> FakeLLM:
         assert [bundle.node_id for bundle in plan.bundles] == ["n0", "n0"]
         return self.llm
 
-    async def start(self, controller: Controller, factory: Any = None) -> Engine:
+    async def start(self, controller: Controller, factory: Any = None, **sections: Any) -> Engine:
         engine = Engine.__new__(Engine)
-        await engine.__init__(FLEET, "org/m 1", controller, factory or self.factory)  # type: ignore[misc,arg-type]
+        await engine.__init__({**FLEET, **sections}, "org/m 1", controller, factory or self.factory)  # type: ignore[misc,arg-type]
         return engine
 
 
@@ -161,6 +163,18 @@ async def test_a_start_registers_and_a_stop_gives_everything_back(world: World) 
     assert controller.said("heartbeat")[-1][0]["state"] == "draining"
     assert controller.calls[-1] == ("unregister", (engine.engine_id,))
     assert (world.server.drained, world.llm.stopped, world.groups) == (True, True, [])
+
+
+async def test_an_engine_of_a_fleet_with_a_secret_is_guarded(world: World, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of thirty-two bytes or more\n")
+    engine = await world.start(Controller(ROOM), router={"secret": str(secret)})
+    token = TokenMint(secret.read_bytes().strip()).route(engine.engine_id, "r", 30)
+    assert check_token(token, world.guard._secret, world.guard._engine_id).route == "r"
+    await engine.__del__()
+    engine = await world.start(Controller(ROOM))
+    assert world.guard is None
+    await engine.__del__()
 
 
 async def test_an_engine_makes_way_for_a_higher_priority(world: World) -> None:
