@@ -9,7 +9,7 @@ PORT ?= 8000
 DURATION ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-check test test-all lint format parity bench-engine bench-router bench-faults bench-plugin bench-placement bench-routing contract seeded-faults chaos cluster-demo clean
+.PHONY: help setup demo demo-check test test-all lint format protos parity bench-engine bench-router bench-faults bench-plugin bench-placement bench-routing contract seeded-faults chaos cluster-demo clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ lint: setup ## Run the linter, the format check and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+protos: setup ## Generate the Python code of our own .proto files
+	PYTHON=$(BIN)/python scripts/protos.sh
 
 format: setup ## Format the code
 	$(BIN)/ruff format .

@@ -56,6 +56,7 @@ async def router(stack: AsyncExitStack, engine: FakeEngine, folder: Path) -> asy
     return process
 
 
+@pytest.mark.slow
 async def test_a_killed_picker_means_unavailable_until_it_is_back(tmp_path: Path, capsys):
     async with AsyncExitStack() as stack:
         engine = await FakeEngine(name="a").start()
