@@ -53,18 +53,20 @@ class RankActor:
         from .executor import FleetExecutor
 
         kind = DPMoEEngineCoreActor if config.model_config.is_moe else EngineCoreActor
-        self._core = kind(
-            vllm_config=config,
-            local_client=True,
-            addresses=addresses,
-            executor_class=FleetExecutor,
-            log_stats=True,
-            dp_rank=rank,
-            local_dp_rank=local_rank,
-        )
-        # All of this rank's processes have their shared memory open. Without names nothing of it can be left,
-        # however they end: they are Ray's, and Ray ends them without a last word.
-        orphan.remove(orphan.shared_memory())
+        try:
+            self._core = kind(
+                vllm_config=config,
+                local_client=True,
+                addresses=addresses,
+                executor_class=FleetExecutor,
+                log_stats=True,
+                dp_rank=rank,
+                local_dp_rank=local_rank,
+            )
+        finally:
+            # Whoever needs this rank's shared memory has it open by now. Without names nothing of it can be left,
+            # however the processes end: they are Ray's, and Ray ends them without a last word.
+            orphan.remove(orphan.shared_memory())
 
     def run(self) -> None:
         """Serve until the engine ends; raises what ended it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,31 @@ def test_an_empty_list_of_npus_is_no_list(monkeypatch: pytest.MonkeyPatch) -> No
     rank_module.RankActor({})
     assert rank_module.os.environ[rank_module.VISIBLE_DEVICES] == "3"
     monkeypatch.delenv("VLLM_X")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_start_leaves_no_name_of_shared_memory(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import core
+
+    memory = SharedMemory(create=True, size=64)
+    name = Path("/dev/shm") / memory.name.lstrip("/")
+
+    def start(**arguments: Any) -> None:
+        assert name.exists()
+        if fails:
+            raise ValueError("no such tensor")
+
+    monkeypatch.setattr(core, "EngineCoreActor", start)
+    config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False))
+    actor = rank_module.RankActor({})
+    if fails:
+        with pytest.raises(ValueError, match="no such tensor"):
+            actor.start(config, None, 0, 0)
+    else:
+        actor.start(config, None, 0, 0)
+    assert not name.exists()
+    memory.close()
+    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
 
 
 class FakeRay:
