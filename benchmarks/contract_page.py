@@ -30,6 +30,7 @@ evenly.
 Weights are in bfloat16 whatever the published format is; layers for multi-token prediction are left out. Sizes are GiB
 per NPU of 64 GiB, of which 92 % may be used. *Traced* is the most that the tensors of a step took. The other columns
 are the ledger of `npufleet plan memory`: its weights, tables, bytes of KV cache and HCCL groups equal the model's.
+Where MC2 takes the decode step, the ledger also counts the group that larger small steps gather tokens through.
 
 """
 COLUMNS = (
