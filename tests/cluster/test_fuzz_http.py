@@ -94,7 +94,7 @@ def refused_or_served(answer: httpx.Response, what: object) -> None:
 def test_mutated_bodies_are_the_clients_fault(fleet: Fleet, path: str) -> None:
     rng = random.Random(path)
     with httpx.Client(base_url=fleet.url, timeout=30) as client:
-        for _ in range(60):
+        for _ in range(150):
             body = mutated(SEEDS[path], rng)
             raw = json.dumps(body).encode()
             answer = client.post(path, content=raw, headers={"content-type": "application/json"})
