@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from npufleet.cluster.placement.plan import Bundle, Placed, Request, placed_as, 
 from npufleet.cluster.placement.room import illegal
 from npufleet.cluster.topology.model import Topology, mask_of
 
+FREE_S = 60.0
 WAIT_S = 5.0  # PACK either places at once or leaves the group pending
 
 
@@ -64,7 +66,19 @@ def place(case: Case, names: dict[str, str], *, largest_first: bool) -> list[Pla
         found.append(placed_as(wish, tuple(bundles)))
     for group in groups:
         remove_placement_group(group)
+    _wait_free(case.topology.npus)
     return found
+
+
+def _wait_free(npus: int) -> None:
+    """Wait until Ray has all NPUs back, which it takes in the background: the next set must find an idle fleet."""
+    import ray
+
+    deadline = time.monotonic() + FREE_S
+    while ray.available_resources().get("NPU", 0) < npus:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Ray did not give {npus} NPUs back within {FREE_S:.0f} s")
+        time.sleep(0.1)
 
 
 def breaks_a_rule(case: Case, wish: Request, engine: Placed) -> bool:
