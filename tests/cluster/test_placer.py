@@ -8,7 +8,7 @@ import pytest
 
 from npufleet.cluster import config
 from npufleet.cluster.controller.placer import Placer, nodes
-from npufleet.cluster.controller.progress import Phase, ProgressBoard
+from npufleet.cluster.controller.progress import EngineProgress, Phase, ProgressBoard
 from npufleet.cluster.controller.registry import Registry
 from npufleet.cluster.endpoints import EngineEndpoint
 from npufleet.cluster.placement import ray_state, requests
@@ -78,7 +78,7 @@ def test_room_is_kept_for_a_large_engine_until_it_sits_or_fails() -> None:
     assert "kept for engines of 'large'" in refused["refused"]
     assert not refused["never"]
     assert here.place(state(["a2", "a2"]), "s", "small")["nodes"] == ["n1"]  # the large one has n0
-    here.progress.report("l", "large", Phase.FAILED, "why", {})
+    here.progress.report(EngineProgress(engine_id="l", model="large", phase=Phase.FAILED))
     assert here.place(state(["a2"]), "t", "small")["nodes"] == ["n0"]
 
 
