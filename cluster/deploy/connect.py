@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import Iterator
@@ -108,6 +109,7 @@ def controller(args: argparse.Namespace) -> Iterator[ControllerLine]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="npufleet")
     except OSError as error:
         raise Unreachable(f"no Ray cluster at {address!r}: {error}") from error
+    importlib.import_module("ray.serve")  # sets the level of its own log, so ours comes after
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         found = ControllerLine()
