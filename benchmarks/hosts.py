@@ -133,6 +133,9 @@ class Hosts:
             command += flags(facts.node("", told, exact=True))
             device = {"NPUFLEET_DEVICE": f"virtual:{host.npus}:{CHIP},hbm=16GiB"}
         if host is self.head:  # no CPUs: nothing of the fleet goes there
+            # Ray sees the other hosts' processes, which on other machines it would not, and takes the cluster whose
+            # address it wrote here for one that still runs.
+            (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
             command += ["--head", f"--port={self.port}", "--include-dashboard=false", "--num-cpus=0"]
             command += [f"--temp-dir={self.folder / 'ray'}"]
         else:
