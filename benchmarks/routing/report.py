@@ -15,8 +15,8 @@ _HEAD = """\
 
 Written by `make bench-routing TRACE=…` (`benchmarks/routing`); do not edit by hand.
 
-{requests:,} requests of `{trace}` ({reuse:.1%} of their prompt blocks were seen before) go through the real
-routing code to simulated engines: block-level models of vLLM's scheduler and KV cache, equal to the real ones
+The first {requests:,} requests of `{trace}` ({reuse:.1%} of their prompt blocks were seen before) go through the
+real routing code to simulated engines: block-level models of vLLM's scheduler and KV cache, equal to the real ones
 step for step in a test, with the literature-calibrated preset of Qwen3-32B on four A3 dies. The virtual clock
 makes each run repeatable. Blocks have 512 tokens, as in the trace; blocks of answers are not reused, because the
 trace does not tell them.

@@ -23,10 +23,12 @@ from npufleet.cluster.router.base import ASSUMED, Pace
 
 _FORGET = 0.999  # weight of the past per answer
 _DOUBT = 1e3  # how little the assumed coefficients count at first
-_SLOW_STEP = 0.05  # of an engine's running mean per answer
+_SLOW_STEP = 0.03  # of an engine's running mean per answer
 _MEAN_STEP = 0.002  # of all engines'
 _SLOW_MOST = 16.0
-_SURE = 0.35  # a difference that chance explains must not draw all requests to one engine
+_SURE = 0.3  # a difference that chance explains must not draw all requests to one engine
+_DOUBTFUL = 1.5  # and the fewer the answers, the more does chance explain
+_MEMORY = 64  # answers that a running mean of this step is made of
 _ENOUGH = 8  # answers before the learnt coefficients are used
 _SCALES = (1.0, 1e-4, 1e-6, 1e-9)  # so that all coefficients are near 1
 
@@ -98,7 +100,8 @@ class PaceBook:
 
     def _slow(self, engine: _Engine) -> float:
         above = engine.log_slow - self._log_slow
-        return math.exp(above * (1.0 - (_SURE / above) ** 2)) if abs(above) > _SURE else 1.0
+        sure = _SURE + _DOUBTFUL / math.sqrt(1 + min(engine.answers, _MEMORY))
+        return math.exp(above * (1.0 - (sure / above) ** 2)) if abs(above) > sure else 1.0
 
     def _fit(self, features: tuple[float, ...], seconds: float) -> None:
         weight = 1.0 / max(0.01, seconds)  # relative errors, not seconds, are what shall be small

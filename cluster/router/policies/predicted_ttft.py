@@ -14,7 +14,9 @@ decoding ones wait while it is computed (which costs them little each, spread ov
 request on an engine takes cache and a place in every step to come.
 
 A KV cache about to run full preempts requests or makes new ones wait for ends, which no queue shows before it
-happens; it adds a term of its own, 0 until most blocks are in use.
+happens; it adds a term of its own, 0 until most blocks are in use. There a prompt that is not cached also takes
+the room that others wait for, so its own part counts up to KV_OWN times more: a fleet beyond its capacity is
+the one that gains most from every block it need not compute.
 
 Falls back by itself: without a fresh report the router's own counts stand for the queue, without events
 nothing counts as cached beyond what was just sent, and without answers all engines have one assumed pace,
@@ -32,6 +34,7 @@ DECODE = 0.01
 REQUEST = 256.0  # tokens that a request on the engine costs a new one
 KV_FREE = 0.85  # share of blocks in use up to which the cache holds up nobody
 KV_SECONDS = 1.0  # cost of a cache that is full
+KV_OWN = 15.0
 UNKNOWN_TOKENS = 1024
 
 
@@ -66,5 +69,6 @@ class PredictedTtft(Policy):
         if engine.queued and room > 0:
             others += engine.queued * min(own, room * token)
         if engine.report is not None and engine.report.kv_usage > KV_FREE:
-            others += KV_SECONDS * min(1.0, (engine.report.kv_usage - KV_FREE) / (1.0 - KV_FREE))
+            full = min(1.0, (engine.report.kv_usage - KV_FREE) / (1.0 - KV_FREE))
+            others += full * (KV_SECONDS + KV_OWN * own)
         return engine.pace.base + wait + OWN * own + others
