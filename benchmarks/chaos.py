@@ -138,13 +138,13 @@ class Chaos:
         victim.send_signal(signal.SIGSTOP if fault.stop else signal.SIGKILL)
 
     def _engine_hosts(self) -> list[Host]:
-        """Hosts with engines and without the front end: that one has a single replica, whose loss clients see."""
-        return [
-            host
-            for host in self.hosts.hosts
-            if any(ENGINE in title(p) for p in host.family)
-            and not any(FRONT in title(p) for p in host.family)
-        ]
+        """Hosts with engines or workers, and without the front end: that one has a single replica, whose loss
+        clients see. The others if there are none such.
+        """
+        running = {host.name: " ".join(map(title, host.family)) for host in self.hosts.hosts}
+        apart = [host for host in self.hosts.hosts if FRONT not in running[host.name]]
+        busy = [h for h in apart if ENGINE in running[h.name] or WORKER in running[h.name]]
+        return busy or apart
 
     def _processes(self, wanted: str) -> list[psutil.Process]:
         return [p for host in self.hosts.all for p in host.family if wanted in title(p)]
@@ -159,7 +159,7 @@ class Chaos:
             status = await self.status()
             ready = [engine for engine in status.get("engines", ()) if engine["state"] == "ready"]
             fine = len(ready) == len(status.get("engines", ())) == self.wanted
-            stopped = any(p.status() == psutil.STATUS_STOPPED for p in self._processes(WORKER))
+            stopped = any(map(is_stopped, self._processes(WORKER)))
             seen = seen + 1 if fine and not stopped else 0
             await asyncio.sleep(1.0)
 
@@ -179,6 +179,14 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Whether a process is there and halted by a signal."""
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def say(text: str) -> None:
