@@ -59,9 +59,9 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     varied = [row for row in rows if row["title"]]
     if varied:
         parts.append("## Several routers, late events, slow and dead engines\n")
-        parts.append(
-            f"{varied[0]['engines']} engines at load {varied[0]['load']:g}; mean / p90 TTFT, goodput:\n"
-        )
+        number = facts.get("varied_requests", facts["requests"])
+        where = f"{varied[0]['engines']} engines at load {varied[0]['load']:g}, the first {number:,} requests"
+        parts.append(f"{where}; mean / p90 TTFT, goodput:\n")
         parts.append(_varied(varied))
     return "\n".join(parts)
 
