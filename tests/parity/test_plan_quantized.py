@@ -10,7 +10,7 @@ import pytest
 
 from npufleet.cluster.plan.model import from_config
 from npufleet.cluster.plan.quantization import MODELSLIM_FILE
-from npufleet.cluster.plan.weights import Layout, weights
+from npufleet.cluster.plan.weights import Layout, derived, weights
 
 from . import quantized
 from .engines import engine
@@ -27,11 +27,13 @@ def kept(path: Path) -> int:
 
 
 def planned(path: Path) -> int:
-    """Bytes of weights by the plan."""
+    """Bytes of weights by the plan, with those that latent attention makes of them; tables are no parameters."""
     config = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16"}
     file = path / MODELSLIM_FILE
     description = json.loads(file.read_text()) if file.is_file() else None
-    return sum(part.bytes for part in weights(from_config(config, description=description), Layout()))
+    shape = from_config(config, description=description)
+    made = [part for part in derived(shape, Layout()) if part.name == "absorbed projections"]
+    return sum(part.bytes for part in (*weights(shape, Layout()), *made))
 
 
 @pytest.mark.slow
