@@ -12,7 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 BEAT_S = 2.0
-"""How often an engine without tokens is asked."""
+"""The least time between two looks."""
+
+BEATS = 4
+"""How often an engine without tokens is asked within the time that it may stall. Rarely, because a worker that was
+asked spins for a second afterwards, ready for the next step (vLLM's shared-memory queue)."""
 
 STALL_S = 60.0
 """An engine whose core and workers finish no step for so long is ended. A step is one forward pass of at most
@@ -31,11 +35,11 @@ async def watch(llm: Any, last_token: Callable[[], float], stall_s: float) -> No
         last_token: when the last token of any request came, seconds on the monotonic clock.
         stall_s: how long a step may take.
     """
-    alive = time.monotonic()
+    alive, pause = time.monotonic(), max(BEAT_S, stall_s / BEATS)
     while True:
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(pause)
         alive = max(alive, last_token())
-        if time.monotonic() - alive < BEAT_S:
+        if time.monotonic() - alive < pause:
             continue
         asked = asyncio.ensure_future(beat(llm))
         while not asked.done():  # a token that comes meanwhile counts too
