@@ -21,7 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_servicer.tokenizer_bundle import TokenizerBundle, tokenizer_chunks
 
-from npufleet.cluster.proto.extension import ExtensionError, from_metadata
+from npufleet.cluster.proto.extension import METADATA_LIMIT, ExtensionError, from_metadata
 from npufleet.cluster.proto.features import advertise
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -104,6 +104,9 @@ class FakeEngine(pb_grpc.VllmEngineServicer):
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", 64 << 20),
+                # as engines have them: the soft limit of 8 KiB refuses at random between itself and the other
+                ("grpc.max_metadata_size", METADATA_LIMIT),
+                ("grpc.absolute_max_metadata_size", METADATA_LIMIT),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 100),
                 ("grpc.keepalive_permit_without_calls", 1),
