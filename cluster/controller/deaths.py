@@ -55,7 +55,7 @@ def wait_before_start(deaths: Iterable[Death], model: str, now: float) -> float:
     if len(own) <= FREE_TRIES:
         return 0.0
     wait: float = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (len(own) - FREE_TRIES - 1))
-    return max(0.0, own[-1].at + wait - now)
+    return max(0.0, wait - (now - own[-1].at))
 
 
 def to_fence(deaths: Iterable[Death], now: float) -> frozenset[str]:
