@@ -169,7 +169,7 @@ def test_load_is_spread_over_the_engines_of_a_model(fleet: Fleet, client: OpenAI
         engine.script.first_delay_s = 0.5
     with ThreadPoolExecutor(6) as pool:
         calls = [
-            pool.submit(client.completions.create, model="alpha", prompt=f"{i} x", max_tokens=1)
+            pool.submit(client.completions.create, model="alpha", prompt=f"{i} " + "x " * 200, max_tokens=1)
             for i in range(6)
         ]
         assert all(call.result().choices for call in calls)
