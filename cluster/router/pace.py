@@ -89,7 +89,7 @@ class PaceBook:
         modelled = max(1e-4, sum(w * x for w, x in zip(self._weights, features, strict=True)))
         if self._answers >= _ENOUGH:
             most = math.log(_SLOW_MOST)
-            off = min(most, max(-most, math.log(seconds / modelled)))
+            off = min(most, max(-most, math.log(seconds) - math.log(modelled)))
             engine.log_slow += max(_SLOW_STEP, 1.0 / (engine.answers + 4)) * (off - engine.log_slow)
             self._log_slow += max(_MEAN_STEP, 1.0 / (self._answers + 4)) * (off - self._log_slow)
             engine.answers += 1
