@@ -165,12 +165,13 @@ def test_each_model_has_its_engines_and_models_lists_all(fleet: Fleet, client: O
 
 
 def test_load_is_spread_over_the_engines_of_a_model(fleet: Fleet, client: OpenAI) -> None:
+    """Not evenly: the router has learnt from the tests before which engine was slow."""
     for engine in fleet.alpha:
         engine.script.first_delay_s = 0.5
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(24) as pool:
         calls = [
             pool.submit(client.completions.create, model="alpha", prompt=f"{i} " + "x " * 200, max_tokens=1)
-            for i in range(6)
+            for i in range(24)
         ]
         assert all(call.result().choices for call in calls)
     assert min(len(engine.seen) for engine in fleet.alpha) >= 2
