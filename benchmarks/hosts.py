@@ -67,12 +67,11 @@ class Hosts:
         self.port = free_port()
         (self.folder / "token").write_text(secrets.token_hex(32))
         os.environ.update(self.environment())
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.end)
             for host in self.all:
                 self.start(host)
-        except BaseException:
-            self.end()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -110,7 +110,7 @@ async def until_ready(one: Running) -> None:
             async with asyncio.timeout(10):
                 await one.run(Load(name="warm-up", calls=8, streams=4, tokens=2))
             return
-        except Exception as error:  # whatever a router does while it comes up
+        except Exception as error:  # supervisor: whatever another's router does while it comes up
             dead = one.process is not None and one.process.poll() is not None
             if dead or time.monotonic() > give_up:
                 raise RuntimeError(f"{one.path.name} does not work: {error!r}; see {LOGS}") from error
