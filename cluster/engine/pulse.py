@@ -41,14 +41,14 @@ async def watch(llm: Any, last_token: Callable[[], float], stall_s: float) -> No
         alive = max(alive, last_token())
         if time.monotonic() - alive < pause:
             continue
-        asked = asyncio.ensure_future(beat(llm))
-        while not asked.done():  # a token that comes meanwhile counts too
-            alive = max(alive, last_token())
-            left = alive + stall_s - time.monotonic()
-            if left <= 0:
+        asked, fair = asyncio.ensure_future(beat(llm)), time.monotonic() + pause
+        while not asked.done():
+            end = max(alive + stall_s, fair)  # a question has a chance even after a halt of this process itself
+            await asyncio.wait([asked], timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))
+            alive = max(alive, last_token())  # a token that comes meanwhile counts too
+            if not asked.done() and time.monotonic() >= max(alive + stall_s, fair):
                 asked.cancel()
                 raise Stalled(f"neither a token nor a finished step of its workers for {stall_s:.0f} s")
-            await asyncio.wait([asked], timeout=min(left, BEAT_S))
         await asked
         alive = time.monotonic()
 

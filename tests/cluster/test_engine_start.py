@@ -144,10 +144,30 @@ async def test_tokens_or_answers_are_progress(monkeypatch: pytest.MonkeyPatch) -
         await (asyncio.Event().wait() if asked > 3 else asyncio.sleep(0))
 
     llm = SimpleNamespace(collective_rpc=answer)
-    watching = asyncio.create_task(pulse.watch(llm, time.monotonic, 0.05))
+    watching = asyncio.create_task(pulse.watch(llm, time.monotonic, 0.4))
     await asyncio.sleep(0.2)
     assert asked == 0 and not watching.done(), "tokens come, so nobody asks"
     watching.cancel()
     with pytest.raises(pulse.Stalled):
-        await asyncio.wait_for(pulse.watch(llm, lambda: 0.0, 0.05), 20)
+        await asyncio.wait_for(pulse.watch(llm, lambda: 0.0, 0.4), 20)
     assert asked == 4
+
+
+async def test_a_halt_of_the_engines_own_process_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    answered = 0
+
+    async def answer(method: str) -> None:
+        nonlocal answered
+        await asyncio.sleep(0.01)
+        answered += 1
+
+    async def halt() -> None:
+        time.sleep(1.0)  # as a debugger or an overloaded host does; longer than the engine may stall
+
+    watching = asyncio.create_task(pulse.watch(SimpleNamespace(collective_rpc=answer), lambda: 0.0, 0.4))
+    for _ in range(2):
+        await halt()
+        await asyncio.sleep(0.15)
+    assert answered > 0 and not watching.done()
+    watching.cancel()
