@@ -43,7 +43,9 @@ async def watch(llm: Any, last_token: Callable[[], float], stall_s: float) -> No
             continue
         asked, fair = asyncio.ensure_future(beat(llm)), time.monotonic() + pause
         while not asked.done():
-            end = max(alive + stall_s, fair)  # a question has a chance even after a halt of this process itself
+            end = max(
+                alive + stall_s, fair
+            )  # a question has a chance even after a halt of this process itself
             await asyncio.wait([asked], timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))
             alive = max(alive, last_token())  # a token that comes meanwhile counts too
             if not asked.done() and time.monotonic() >= max(alive + stall_s, fair):

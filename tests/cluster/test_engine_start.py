@@ -163,7 +163,7 @@ async def test_a_halt_of_the_engines_own_process_is_not_a_stall(monkeypatch: pyt
         answered += 1
 
     async def halt() -> None:
-        time.sleep(1.0)  # as a debugger or an overloaded host does; longer than the engine may stall
+        time.sleep(1.0)  # noqa: ASYNC251 - as a debugger or an overloaded host does; longer than it may stall
 
     watching = asyncio.create_task(pulse.watch(SimpleNamespace(collective_rpc=answer), lambda: 0.0, 0.4))
     for _ in range(2):
