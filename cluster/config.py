@@ -36,6 +36,7 @@ class ModelConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM EngineArgs by their own names
     priority: int = 0  # higher ones are placed first
     chip: str = ""  # the chip its engines must run on, by CANN's name; any if empty
+    rank_table: bool = False  # whether its workers are given HCCL's rank table as a file
     scaling: scaling.Bounds | None = None  # where the number of engines follows the load
 
     @property
@@ -255,7 +256,7 @@ def _model(data: object, where: str) -> ModelConfig:
         bounds = scaling.parse(engines, f"{where}.engines")
         engines = max(1, bounds.min)
     name = checks.name(given.get("name"), f"{where}.name")
-    return ModelConfig(
+    made = ModelConfig(
         name=name,
         source=checks.path(given.get("source"), f"{where}.source"),
         engines=checks.integer(engines, f"{where}.engines", 1, 4096),
@@ -263,7 +264,14 @@ def _model(data: object, where: str) -> ModelConfig:
         engine=engine_args.check(given.get("engine", {}), f"{where}.engine"),
         priority=checks.integer(given.get("priority", 0), f"{where}.priority", -1000, 1000),
         chip=checks.text(given["chip"], f"{where}.chip") if given.get("chip") else "",
+        rank_table=checks.flag(given.get("rank_table", False), f"{where}.rank_table"),
     )
+    if made.rank_table and made.data_parallel_size > 1:
+        raise ValueError(
+            f"{where}.rank_table: a rank table describes one group of ranks, and data_parallel_size "
+            f"{made.data_parallel_size} makes several; leave rank_table out, or serve more engines instead"
+        )
+    return made
 
 
 def _router(data: object, where: str) -> RouterConfig:

@@ -8,6 +8,8 @@
     validates it; the fleet only hands it on and takes the count from it.
 ``NPUFLEET_PHASES``
     Set by an engine for its own workers: where they say how far their start is.
+``NPUFLEET_RANK_TABLE``
+    Set by an engine for its own workers: HCCL's rank table as JSON, for each to write on its node.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 HOME = "NPUFLEET_HOME"
 DEVICE = "NPUFLEET_DEVICE"
 PHASES = "NPUFLEET_PHASES"
+RANK_TABLE = "NPUFLEET_RANK_TABLE"
 DEFAULT_VIRTUAL_DEVICE = "virtual:8:Ascend910B3,hbm=64GiB"
 
 _DEVICE_SETTING = re.compile(r"virtual:(?P<count>[1-9][0-9]*)(:(?P<soc>[A-Za-z0-9_-]+))?(?P<options>,.*)?")

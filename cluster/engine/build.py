@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import env
 from ..config import ModelConfig
+from ..placement import ray_state
 from ..placement.plan import Plan
 from ..placement.ports import hccl_bases
+from ..placement.rank_table import rank_table
 from . import worker_launch
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     config.parallel_config.placement_group = group
-    config.parallel_config.ray_runtime_env = _worker_environment(plan)
+    config.parallel_config.ray_runtime_env = _worker_environment(plan, _rank_table(model, plan))
     if several:
         from .data_parallel import start as start_ranks
 
@@ -126,7 +129,22 @@ def _kv_events(model: ModelConfig) -> Any:
     )
 
 
-def _worker_environment(plan: Plan) -> Any:
+def _rank_table(model: ModelConfig, plan: Plan) -> dict[str, str]:
+    """Return what tells the workers HCCL's rank table, nothing unless it is asked for."""
+    if not model.rank_table:
+        return {}
+    import ray
+
+    if any(bundle.npu is None for bundle in plan.bundles):
+        raise ValueError(
+            f"model {model.name!r}: a rank table needs nodes that tell their NPUs: start Ray there with the flags of "
+            "`npufleet node`, or leave rank_table out"
+        )
+    nodes = {node.node_id: node for node in ray_state.topology(ray.nodes()).nodes}
+    return {env.RANK_TABLE: json.dumps(rank_table(plan, nodes))}
+
+
+def _worker_environment(plan: Plan, more: dict[str, str]) -> Any:
     """Return the runtime environment of the workers: which virtual NPUs there are must be known before
     torch loads.
 
@@ -137,7 +155,7 @@ def _worker_environment(plan: Plan) -> Any:
 
     device = os.environ.get(env.DEVICE)
     return RuntimeEnv(
-        env_vars={env.DEVICE: device} if device else {},
+        env_vars={**({env.DEVICE: device} if device else {}), **more},
         py_executable=worker_launch.command(sys.executable, _hccl_ports(plan)),
     )
 

@@ -7,15 +7,22 @@ and becomes the worker. What the node's own environment says wins.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
+
+from .. import env
 
 SEPARATOR = "--"
 ADDRESS_FLAG = "--node-ip-address="
 """How Ray tells a worker the address of its node."""
+RANK_TABLE_FILE = "RANK_TABLE_FILE"
+"""What torch_npu and HCCL read."""
 INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -38,6 +45,8 @@ def main(arguments: Sequence[str]) -> None:
     ports = dict(entry.rsplit("=", 1) for entry in told)
     for name, value in environment(address, interface_of(address), ports.get(address)).items():
         os.environ.setdefault(name, value)
+    if table := os.environ.get(env.RANK_TABLE):
+        os.environ.setdefault(RANK_TABLE_FILE, str(write_rank_table(table)))
     os.execv(sys.executable, [sys.executable, *worker])
 
 
@@ -49,6 +58,21 @@ def environment(address: str, interface: str, port: str | None) -> dict[str, str
     if port:
         found["HCCL_IF_BASE_PORT"] = port
     return found
+
+
+def write_rank_table(table: str) -> Path:
+    """Write a rank table on this node and return its file, named after what it says: engines that sit alike share it.
+
+    HCCL takes no symbolic link, and the file must be whole when the first of several workers reads it.
+    """
+    folder = env.home() / "rank-tables"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / f"{hashlib.sha256(table.encode()).hexdigest()[:16]}.json"
+    descriptor, made = tempfile.mkstemp(dir=folder)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(table)
+    os.replace(made, path)
+    return path
 
 
 def interface_of(address: str) -> str:

@@ -16,7 +16,7 @@ DEVICE_PORT = 16_666
 
 
 def rank_table(plan: Plan, nodes: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the rank table of ``plan`` as plain data; write it as JSON and name the file in RANK_TABLE_FILE.
+    """Return the rank table of ``plan`` as plain data; the workers write it as JSON and name it in RANK_TABLE_FILE.
 
     Args:
         plan: where the ranks sit; every bundle has its NPU.

@@ -66,6 +66,8 @@ def test_plain_data_reads_back_equal() -> None:
         (model(engine={"decode_context_parallel_size": 2}), "decode_context_parallel_size is 2"),
         (model(engine={"model": "x"}), "set models[].source"),
         (model(engine={"distributed_executor_backend": "mp"}), "Ray actors"),
+        (model(rank_table="yes"), "rank_table"),
+        (model(rank_table=True, engine={"data_parallel_size": 2}), "describes one group of ranks"),
         (fleet(models=[{"name": "m"}]), "fleet.models[0].source"),
         (fleet(models=[{"name": "m", "source": "a"}, {"name": "m", "source": "b"}]), "given twice"),
     ],

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npufleet.cluster.engine import worker_launch
+from npufleet.cluster import config, env
+from npufleet.cluster.engine import build, worker_launch
 from npufleet.cluster.engine.causes import Cause
 from npufleet.cluster.placement import planner
 from npufleet.cluster.placement.plan import Plan, Request
 from npufleet.cluster.placement.ports import HCCL_BLOCK, hccl_bases
 from npufleet.cluster.placement.rank_table import rank_table
-from npufleet.cluster.topology import simulated
+from npufleet.cluster.topology import labels, simulated
 from npufleet.cluster.topology.model import Topology
 
 
@@ -126,6 +130,37 @@ def test_a_rank_table_needs_addresses() -> None:
     plan = planner.plan(fleet, planner.idle(fleet), request("e", 2))
     with pytest.raises(ValueError, match="the RoCE address of NPU 0 of n0 is not known"):
         rank_table(plan, {"n0": fleet.nodes[0]})
+
+
+def test_a_worker_writes_the_table_that_its_engine_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    fleet = nodes("a2")
+    plan = planner.plan(fleet, planner.idle(fleet), request("e", 2))
+    told = [
+        {"NodeID": n.node_id, "NodeManagerAddress": n.address, "Alive": True, "Labels": labels.to_labels(n),
+         "Resources": labels.resources(n)} for n in fleet.nodes
+    ]  # fmt: skip
+    monkeypatch.setattr(ray, "nodes", lambda: told)
+    model = config.ModelConfig(name="m", source="/m", rank_table=True)
+    assert build._rank_table(replace(model, rank_table=False), plan) == {}
+    variables = build._rank_table(model, plan)
+    program = "import os, sys; path = os.environ['RANK_TABLE_FILE']; print(path); print(open(path).read())"
+    done = [
+        subprocess.run(
+            [*worker_launch.command(sys.executable, {}).split(), "-c", program],
+            capture_output=True, text=True, env={**os.environ, **variables, env.HOME: str(tmp_path)}, check=True,
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert done[0] == done[1], "workers of one engine share the file"
+    assert json.loads(done[0][1]) == rank_table(plan, {node.node_id: node for node in fleet.nodes})
+    assert [path.name for path in (tmp_path / "rank-tables").iterdir()] == [Path(done[0][0]).name]
+    blind = replace(plan, bundles=tuple(replace(bundle, npu=None) for bundle in plan.bundles))
+    with pytest.raises(ValueError, match="a rank table needs nodes that tell their NPUs"):
+        build._rank_table(model, blind)
 
 
 def test_a_failed_start_explains_hccls_code() -> None:
