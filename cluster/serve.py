@@ -256,7 +256,8 @@ class _Fleet:
             self._check_ray()
             self._look()
             application = self._ask_serve(lambda: serve.status().applications.get(APPLICATION))
-            progress = self._progress()
+            status = self._status()
+            progress = status["progress"]
             for entry in progress:
                 line = progress_line(entry)
                 if shown.get(entry["engine_id"]) != line:
@@ -264,10 +265,13 @@ class _Fleet:
                     self.console.say(line)
             if start_failure.hopeless(progress):
                 raise StartFailed(start_failure.why(progress))
+            if gone := start_failure.dying(status["health"]["deaths"]):
+                raise StartFailed(gone)
             if application is not None:
                 if application.status == ApplicationStatus.RUNNING:
                     return
-                if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+                bad = application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+                if bad and not start_failure.only_died(application):
                     raise StartFailed(
                         start_failure.why(progress) or start_failure.what_serve_says(application)
                     )
@@ -286,8 +290,8 @@ class _Fleet:
             raise StartFailed("Ray Serve gave no answer; its error is above")
         return answers[0]
 
-    def _progress(self) -> list[dict[str, Any]]:
-        """Return how far each engine is; nothing while the controller is not up."""
+    def _status(self) -> dict[str, Any]:
+        """Return how far each engine is, and which died; nothing while the controller is not up."""
         from ray import serve
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
@@ -297,9 +301,8 @@ class _Fleet:
                 self.controller = serve.get_deployment_handle(CONTROLLER, APPLICATION)
             status: dict[str, Any] = self.controller.status.remote().result(timeout_s=5.0)
         except (KeyError, RayError, RayServeException, TimeoutError):  # KeyError: not deployed yet
-            return []
-        progress: list[dict[str, Any]] = status["progress"]
-        return progress
+            return {"progress": [], "health": {"deaths": []}}
+        return status
 
     def end(self, keep_logs: bool) -> bool:
         """Take everything down; say whether nothing was left that had to be killed."""

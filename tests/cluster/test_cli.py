@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -183,6 +184,25 @@ def test_why_a_fleet_did_not_come_up_is_said_once() -> None:
     assert start_failure.hopeless(failed)
     assert not start_failure.hopeless(failed[1:])  # the next try may be better
     assert start_failure.hopeless([entry("a", "refused", "no such model")])
+
+
+def test_an_engine_that_dies_while_others_start_does_not_end_the_fleet() -> None:
+    from ray.serve.schema import DeploymentStatus as Status
+    from ray.serve.schema import DeploymentStatusTrigger as Trigger
+
+    def told(**deployments: tuple[Status, Trigger]) -> SimpleNamespace:
+        made = {k: SimpleNamespace(status=s, status_trigger=t) for k, (s, t) in deployments.items()}
+        return SimpleNamespace(deployments=made)
+
+    fine = (Status.HEALTHY, Trigger.CONFIG_UPDATE_COMPLETED)
+    died = (Status.DEPLOY_FAILED, Trigger.HEALTH_CHECK_FAILED)
+    broken = (Status.DEPLOY_FAILED, Trigger.REPLICA_STARTUP_FAILED)
+    assert start_failure.only_died(told(engine=died, other=fine))
+    assert not start_failure.only_died(told(engine=died, router=broken))
+    assert not start_failure.only_died(told(engine=fine)), "then the application itself has failed"
+    deaths = [{"model": "m", "why": f"reason {n}"} for n in range(start_failure.MOST_DEATHS)]
+    assert start_failure.dying(deaths[1:]) == ""
+    assert start_failure.dying(deaths).endswith("model 'm': 5 engines died, the last: reason 4")
 
 
 def test_an_absent_checkpoint_is_named_before_ray(
