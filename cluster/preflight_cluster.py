@@ -44,6 +44,26 @@ def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> 
         judge(node, answer, planned=node.node_id in homes, say=say)
 
 
+def check_change(config: FleetConfig, say: Callable[[str], None]) -> None:
+    """See whether the fleet that runs on this cluster can become ``config``: layouts and checkpoints.
+
+    What fits only after something else has left is no mistake; ``say`` is told which nodes lack a checkpoint.
+    """
+    state = ray_state.read()
+    preflight.layout(config, state.topology)
+    nodes = [node for node in state.topology.nodes if node.npus]
+    answers = on_each(nodes, _look, [], models_of(config), sys.executable)
+    lacking: dict[str, list[str]] = {}
+    for node in nodes:
+        answer = answers[node.node_id]
+        for finding in [] if isinstance(answer, str) else answer:
+            lacking.setdefault(finding["text"], []).append(node.title)
+    for text, titles in lacking.items():
+        if len(titles) == len(nodes):
+            raise ValueError(f"on every node of the fleet: {text}")
+        say(f"warning: nodes {', '.join(titles)}: {text}; no engine can be placed there")
+
+
 def nobody_else(config: FleetConfig, application: str) -> None:
     """See that no fleet runs on the cluster yet: the new one would silently take its place."""
     from ray import serve

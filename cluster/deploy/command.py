@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any
 
-from .. import start_failure, targets
-from ..app import assemble
+from .. import preflight_cluster, start_failure, targets
+from ..app import APPLICATION, assemble
 from ..status import progress_line
 from . import connect
 from .plan import change_line, line
@@ -43,12 +43,14 @@ def deploy(args: argparse.Namespace) -> int:
         if not line_to.fleet_runs:
             return _begin(line_to, args)
         config = targets.wished(args, line_to.ask("present"))
+        preflight_cluster.check_change(config, _say)
         return _change(line_to, args, "deploy", config.to_dict())
 
 
 def _begin(line_to: connect.ControllerLine, args: argparse.Namespace) -> int:
     """Submit a new fleet to a Ray cluster. It stays there when this command ends."""
     wish = Wish.of(targets.wished(args, {}))
+    preflight_cluster.check(wish.config, APPLICATION, _say)
     for model in wish.config.models:
         print(f"  add      {model.name}: {wish.engines[model.name]} engines of {model.source}", flush=True)
     if args.dry_run:
@@ -123,6 +125,10 @@ def _change(line_to: connect.ControllerLine, args: argparse.Namespace, method: s
     if args.no_wait:
         return 0
     return _follow(line_to)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _agreed() -> bool:

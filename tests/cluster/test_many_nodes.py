@@ -147,7 +147,7 @@ def fleet(tmp_path: Path, **model: Any) -> config.FleetConfig:
 
 def test_what_a_cluster_cannot_serve_is_refused_before_anything_starts(cluster: Any, tmp_path: Path) -> None:
     said: list[str] = []
-    with pytest.raises(ValueError, match=r"in whole packages|largest domain"):
+    with pytest.raises(ValueError, match=r"in one HCCS domain"):
         preflight_cluster.check(fleet(tmp_path, engine={"tensor_parallel_size": 15}), "app", said.append)
     with pytest.raises(ValueError, match=r"engines find no room even if nothing else runs: 9 x 8 for m"):
         preflight_cluster.check(
