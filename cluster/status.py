@@ -50,7 +50,8 @@ def node_lines(node: dict[str, Any]) -> list[str]:
     """Return one node as a branch of the tree: what it is, and below it who has which of its NPUs."""
     title = node["address"] or node["node_id"][:12]
     place = [node.get("chip"), f"super-pod {node['super_pod']}" if node.get("super_pod") else ""]
-    told = ", ".join(filter(None, [*place, node.get("failure_domain")]))
+    closed = f"{node['closed']}: no engine comes here" if node.get("closed") else ""
+    told = ", ".join(filter(None, [*place, node.get("failure_domain"), closed]))
     lines = [
         f"  node {title}{f' ({told})' if told else ''}: {node['reserved']} of {node['npus']} NPUs in use"
     ]
@@ -79,6 +80,10 @@ def _size(engine: dict[str, Any]) -> str:
 def happened(status: dict[str, Any]) -> list[str]:
     """Return what changed lately: by a user, by the load, by deaths."""
     lines = []
+    if silent := status.get("head_silent_s"):
+        lines.append(
+            f"  Ray's head does not answer: nodes as of {silent:.0f} s ago; serving goes on, changes wait"
+        )
     if change := status.get("change"):
         lines.append(f"  change {change_line(change)}")
     lines += [f"  model {model} scaled {why}" for model, why in status.get("scaling", {}).items()]

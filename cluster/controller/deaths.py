@@ -76,3 +76,12 @@ def to_fence(deaths: Iterable[Death], now: float) -> frozenset[str]:
         if 2 * count > of_models:
             found.add(npu)
     return frozenset(found)
+
+
+def fenced_until(deaths: Iterable[Death], now: float) -> dict[str, float]:
+    """Return the NPUs that are to blame with the time at which too few of their deaths lie within the window."""
+    window = recent(deaths, now)
+    return {
+        npu: [death.at for death in window if npu in death.npus][-FENCE_AFTER] + WINDOW_S
+        for npu in to_fence(window, now)
+    }

@@ -10,27 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import app
 from ..config import FleetConfig, from_dict
 from ..deploy.wish import Wish
 from ..endpoints import EngineState
 from ..metrics import discovery
-from ..placement import ray_state
 from .autoscale import Autoscaler
 from .changes import Changes
-from .drains import nodes_of, step
+from .drains import left_to_serve, nodes_of, step
 from .gone import closed
 from .health import Health
 from .http import ControllerHttp
 from .outcome import Look
 from .placer import Placer, nodes
 from .progress import ENDED, EngineProgress, Phase, ProgressBoard
-from .registry import EXPIRY_S, Registry
+from .registry import EXPIRY_S, HEARTBEAT_S, Registry
 from .room import room, without
 from .status import status
+from .view import HeadAway, RayView
 from .wire import endpoint_from_dict, snapshot_to_dict
 
 if TYPE_CHECKING:
@@ -38,10 +40,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 WATCH_S = 10.0
 """How long a watch call waits for a change before it answers with the unchanged snapshot."""
 
 SWEEP_S = 1.0
+
+LATE_S = 3.0
+"""A sweep that comes so much later than it should says that this process was halted, not its engines."""
+
+SERVE_PATIENCE_S = 120.0
+
+ARRANGE_S = 2.0
+"""How often the fleet is compared with what Ray says."""
 
 
 class Controller:
@@ -64,11 +76,15 @@ class Controller:
         )
         self._factory = factory
         self._secret = secret
+        self._ray = RayView()
         self._placing = asyncio.Lock()
         self._services: dict[str, tuple[str, str, float]] = {}  # by id: component, metrics URL, last heard of
         self._http = ControllerHttp(self)
         await self._http.start(self.config.metrics.host, self.config.metrics.port)
-        self._sweeper = asyncio.create_task(self._sweep(), name="controller sweep")
+        self._loops = [
+            asyncio.create_task(self._sweep(), name="controller sweep"),
+            asyncio.create_task(self._arrange(), name="controller arrange"),
+        ]
 
     @property
     def config(self) -> FleetConfig:
@@ -78,6 +94,7 @@ class Controller:
     async def reconfigure(self, wish: dict[str, Any]) -> None:
         """Serve tells what the fleet shall be: after a start, and after each change."""
         self.changes.taken_over(Wish.from_dict(wish))
+        self.health.remember(self.changes.wish.fenced)
         self.placer.config = self.changes.wish.effective()
 
     async def present(self) -> dict[str, Any]:
@@ -92,7 +109,7 @@ class Controller:
         try:
             wish = self.changes.wish.changed_to(from_dict(fleet))
             planned = await (self.changes.propose(wish) if dry_run else self.changes.apply(wish))
-        except ValueError as error:
+        except (ValueError, HeadAway) as error:
             return {"refused": str(error)}
         return {"steps": [step.to_dict() for step in planned]}
 
@@ -101,7 +118,7 @@ class Controller:
         try:
             wish = self.changes.wish.resized(model, engines)
             planned = await (self.changes.propose(wish) if dry_run else self.changes.apply(wish))
-        except ValueError as error:
+        except (ValueError, HeadAway) as error:
             return {"refused": str(error)}
         return {"steps": [step.to_dict() for step in planned]}
 
@@ -110,7 +127,10 @@ class Controller:
 
         Returns ``{"engines": [engine ids that leave]}``, or ``{"refused": why}``.
         """
-        state = await asyncio.to_thread(ray_state.read)
+        try:
+            state = await self._ray.now()
+        except HeadAway as error:
+            return {"refused": str(error)}
         known = {n.node_id: n.address for n in state.topology.nodes}
         found = [node_id for node_id, address in known.items() if node and node in (node_id, address)]
         found = found or [node_id for node_id in known if len(node) >= 6 and node_id.startswith(node)]
@@ -127,7 +147,10 @@ class Controller:
         if seconds:
             return {"refused": why, "never": False}
         async with self._placing:
-            state = await asyncio.to_thread(ray_state.read)
+            try:
+                state = await self._ray.now()
+            except HeadAway as error:
+                return {"refused": str(error), "never": False}
             return self.placer.place(
                 without(state, self.health.fenced(), self.changes.wish.cordoned), engine_id, model
             )
@@ -198,67 +221,105 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """Return what `npufleet status` shows: configuration, engines, their progress, NPUs."""
-        state = await asyncio.to_thread(ray_state.read)
+        state, silent = await self._ray.latest()
         told = status(self.changes, self.registry, self.progress, state)
         return {
             **told,
-            "nodes": nodes(state, self.placer.models()),
+            "head_silent_s": round(silent, 1),
+            "nodes": nodes(state, self.placer.models(), self.changes.wish.cordoned),
             "health": self.health.to_dict(),
             "scaling": self.autoscaler.to_dict(),
         }
 
     async def _submit(self, wish: Wish, surge: Mapping[str, int]) -> None:
         self.placer.config = wish.effective()
-        await asyncio.to_thread(app.submit, app.assemble(wish, self._factory, surge, self._secret))
+        application = app.assemble(wish, self._factory, surge, self._secret)
+        await self._surely(partial(app.submit, application))
+
+    async def _surely(self, call: Callable[[], T]) -> T:
+        """Ask Serve; while its controller or Ray's head is away, ask again, for ``SERVE_PATIENCE_S`` at most."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        end = time.monotonic() + SERVE_PATIENCE_S
+        while True:
+            try:
+                return await asyncio.to_thread(call)
+            except (RayError, RayServeException) as error:
+                if time.monotonic() > end:
+                    raise
+                logger.warning("Serve does not answer, asking again: %s", error)
+            await asyncio.sleep(SWEEP_S)
 
     async def _room(self, wish: Wish) -> Mapping[str, int]:
-        state = without(
-            await asyncio.to_thread(ray_state.read), self.health.fenced(), self.changes.wish.cordoned
-        )
+        state = without(await self._ray.now(), self.health.fenced(), self.changes.wish.cordoned)
         return {model.name: room(state, model, wish.engines[model.name]) for model in wish.config.models}
 
     async def _look(self, began: float) -> Look:
         told = [entry for entry in self.progress.all() if entry.heard >= began]
-        given_up = await asyncio.to_thread(app.given_up)
+        given_up = await self._surely(app.given_up)
         return Look(endpoints=self.registry.snapshot().endpoints, progress=tuple(told), given_up=given_up)
 
     async def _drain(self) -> None:
-        """Let engines leave cordoned nodes, one of each model at a time."""
-        wish = self.changes.wish
-        if not (wish.cordoned or wish.lent) or self.changes.busy:
+        """Let engines leave nodes that are cordoned or that Ray takes away, one of each model at a time."""
+        wish, draining = self.changes.wish, (await self._ray.now()).draining
+        if not (wish.cordoned or wish.lent or draining) or self.changes.busy:
             return
-        there = self.registry.snapshot().endpoints
-        made = step(wish.cordoned, there, wish.engines, wish.lent, await self._room(wish))
+        endpoints = self.registry.snapshot().endpoints
+        moved = left_to_serve(endpoints, draining)
+        there = [endpoint for endpoint in endpoints if endpoint not in moved]
+        room = await self._room(wish)
+        made = step({*wish.cordoned, *draining}, there, wish.engines, wish.lent, room)
         for engine_id in made.engines:
             self.placer.leaving[engine_id] = "its node is to be emptied"
         if made.scale:
             await self.changes.adjust(lambda wish: wish.lend(made.scale))
 
     async def _sweep(self) -> None:
+        before = fair = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
+            if now - before > SWEEP_S + LATE_S:  # this process itself was halted, and heard nobody
+                fair = now + 2 * HEARTBEAT_S
             for endpoint in await closed(self.registry.silent(now)):
                 await self.died(endpoint.engine_id, "its process ended: nobody listens on its port")
-            for endpoint in self.registry.expire(now):
+            for endpoint in self.registry.expire(now) if now > fair else ():
                 self.health.died(
                     endpoint, f"it was silent for {EXPIRY_S:.0f} s: its process or its node hangs"
                 )
                 self.progress.remove(endpoint.engine_id)
             self.progress.expire(now)
-            await self.autoscaler.look(self.changes.scale)
-            await self._drain()
+            before = time.monotonic()
             gone = [key for key, (_, _, seen) in self._services.items() if now - seen > EXPIRY_S]
             for key in gone:
                 del self._services[key]
 
+    async def _arrange(self) -> None:
+        """What needs Ray and Serve: scale, empty nodes, keep fences for a controller after this one."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        while True:
+            await asyncio.sleep(ARRANGE_S)
+            try:
+                await self.autoscaler.look(self.changes.scale)
+                await self._drain()
+                fences = self.health.fences()
+                if fences.keys() != self.changes.wish.fenced.keys() and not self.changes.busy:
+                    await self.changes.adjust(partial(replace, fenced=fences))
+            except (HeadAway, RayError, RayServeException) as error:
+                logger.warning("nothing can be changed now: %s", error)
+
     async def check_health(self) -> None:
-        """Fail when the sweeper died, so that Serve restarts the controller."""
-        if self._sweeper.done():
-            raise RuntimeError("the controller's sweep ended") from self._sweeper.exception()
+        """Fail when a loop died, so that Serve restarts the controller."""
+        for loop in self._loops:
+            if loop.done():
+                raise RuntimeError(f"{loop.get_name()} ended") from loop.exception()
 
     async def __del__(self) -> None:
         """Serve calls this when the replica stops."""
-        self._sweeper.cancel()
+        for loop in self._loops:
+            loop.cancel()
         await self.changes.stop()
         await self._http.stop()

@@ -3,6 +3,9 @@
 An engine on a cordoned node finishes its answers and ends, and Serve starts another one, which is placed elsewhere.
 At most one engine of a model leaves at a time, and none before another one is ready to take its requests, if there is
 room for one.
+
+A node that Ray is about to take away (``ray drain-node``, the autoscaler) is emptied like one that a user named.
+Engines whose own process sits there are left to Serve, which starts another one and ends them; it does not see workers.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ class Leave:
 def nodes_of(endpoint: EngineEndpoint) -> set[str]:
     """Return the nodes that an engine needs: those of its workers, and that of its own process."""
     return {npu.rpartition(":")[0] for npu in endpoint.places} | {endpoint.node_id} - {""}
+
+
+def left_to_serve(endpoints: Iterable[EngineEndpoint], draining: Iterable[str]) -> tuple[EngineEndpoint, ...]:
+    """Return the engines that Serve itself moves away from nodes that drain."""
+    shut = set(draining)
+    return tuple(endpoint for endpoint in endpoints if endpoint.node_id in shut)
 
 
 def step(

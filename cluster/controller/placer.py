@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +110,12 @@ class Placer:
         self.leaving.pop(engine_id, None)
 
 
-def nodes(state: State, models: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the nodes of the fleet with their NPUs and who holds them, as plain data for status answers."""
+def nodes(state: State, models: dict[str, str], cordoned: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Return the nodes of the fleet with their NPUs and who holds them, as plain data for status answers.
+
+    ``closed`` says why no engine comes to a node: "drained" by a user, "leaving" because Ray takes it away.
+    """
+    shut = dict.fromkeys(cordoned, "drained") | dict.fromkeys(state.draining, "leaving")
     holders = {
         (bundle.node_id, bundle.npu): name for name, bundles in state.groups.items() for bundle in bundles
     }
@@ -121,6 +126,7 @@ def nodes(state: State, models: dict[str, str]) -> list[dict[str, Any]]:
             "chip": node.soc,
             "super_pod": node.super_pod,
             "failure_domain": node.failure_domain,
+            "closed": shut.get(node.node_id, ""),
             "npus": node.npus,
             "reserved": state.held(node.node_id),
             "devices": [

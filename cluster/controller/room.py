@@ -15,14 +15,17 @@ CLOSED = "closed"
 
 
 def without(state: State, fenced: Iterable[str], cordoned: Iterable[str]) -> State:
-    """Return ``state`` with more NPUs held: those in ``fenced`` (NODE_ID:NUMBER) and all of ``cordoned`` nodes."""
+    """Return ``state`` with more NPUs held: those in ``fenced`` (NODE_ID:NUMBER) and all of ``cordoned`` nodes and
+    of those that Ray takes away.
+    """
+    shut = {*cordoned, *state.draining}
     numbers: dict[str, set[int]] = {node.node_id: set() for node in state.topology.nodes}
     for npu in fenced:
         node_id, _, number = npu.rpartition(":")
         if node_id in numbers and number.isdigit():
             numbers[node_id].add(int(number))
     for node in state.topology.nodes:
-        if node.node_id in set(cordoned):
+        if node.node_id in shut:
             numbers[node.node_id] |= {npu.index for npu in node.devices}
     closed = tuple(
         Bundle(rank=0, node_id=node_id, npu=number)

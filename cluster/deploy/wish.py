@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import (
@@ -34,6 +34,9 @@ class Wish:
     engines: Mapping[str, int]
     cordoned: tuple[str, ...] = ()  # ids of nodes whose engines leave and that get no new ones
     lent: tuple[str, ...] = ()  # models with one engine more, so that one can leave a cordoned node
+    fenced: Mapping[str, float] = field(default_factory=dict)
+    """NPUs (NODE_ID:NUMBER) that no engine is to get, and until when, seconds since the epoch: kept here so that a
+    controller that restarts knows them."""
     previous: Wish | None = None  # where a change under way goes back to if it fails
 
     @classmethod
@@ -61,7 +64,7 @@ class Wish:
             now = self.engines.get(model.name)
             follows = model.scaling if now is not None else None
             engines[model.name] = follows.clamp(now or 0) if follows else model.engines
-        return Wish(config=config, engines=engines, cordoned=self.cordoned)
+        return Wish(config=config, engines=engines, cordoned=self.cordoned, fenced=self.fenced)
 
     def resized(self, model: str, engines: int) -> Wish:
         """Return the wish after `scale` by hand: the configuration says the new number too.
@@ -105,6 +108,7 @@ class Wish:
             "engines": dict(self.engines),
             "cordoned": list(self.cordoned),
             "lent": list(self.lent),
+            "fenced": dict(self.fenced),
             "previous": self.previous.to_dict() if self.previous else None,
         }
 
@@ -117,6 +121,7 @@ class Wish:
             engines=dict(data["engines"]),
             cordoned=tuple(data["cordoned"]),
             lent=tuple(data["lent"]),
+            fenced=dict(data.get("fenced", {})),  # a controller of an older release knows none
             previous=cls.from_dict(previous) if previous else None,
         )
 

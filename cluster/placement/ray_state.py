@@ -1,6 +1,7 @@
 """Ray's own truth about nodes and reserved NPUs, as the planner wants it.
 
-Only public Ray calls: ``ray.nodes()`` for what nodes have, ``placement_group_table()`` for what is reserved.
+Public Ray calls: ``ray.nodes()`` for what nodes have, ``placement_group_table()`` for what is reserved. Which nodes
+are to be taken away (``ray drain-node``, the autoscaler) Ray tells nobody publicly; Ray Serve reads it as we do.
 Bundles of our own groups name their NPU through its resource, so a controller that has just started knows which
 NPUs are taken.
 """
@@ -25,6 +26,8 @@ class State:
     """Bundles that are placed, by the name of their placement group; an engine names its group after itself."""
     created: frozenset[str]
     """The groups that are placed as a whole."""
+    draining: frozenset[str] = frozenset()
+    """Ids of the nodes that Ray is about to take away."""
 
     def free(self) -> dict[str, int]:
         """Return the masks of NPUs that no group holds, by node id."""
@@ -51,8 +54,13 @@ def topology(nodes: Iterable[Mapping[str, Any]]) -> Topology:
     return Topology(nodes=tuple(sorted(alive, key=lambda node: node.node_id)))
 
 
-def state(nodes: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> State:
-    """Return the state from the answers of ``ray.nodes()`` and ``placement_group_table()``.
+def state(
+    nodes: Iterable[Mapping[str, Any]],
+    groups: Mapping[str, Mapping[str, Any]],
+    draining: Iterable[str] = (),
+) -> State:
+    """Return the state from the answers of ``ray.nodes()`` and ``placement_group_table()``, and the ids of nodes that
+    drain.
 
     A bundle that is not placed yet has no node and is left out: the controller's own promises cover it. Bundles
     that do not name their NPU, because others made them or the node was started without its labels, count as the
@@ -80,7 +88,7 @@ def state(nodes: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapping[str, 
         for group in groups.values()
         if group.get("state") == "CREATED" and group.get("name")
     )
-    return State(topology=fleet, groups=named, created=created)
+    return State(topology=fleet, groups=named, created=created, draining=frozenset(draining))
 
 
 def _placed(group: Mapping[str, Any]) -> Iterable[tuple[str, int | None, int]]:
@@ -107,9 +115,10 @@ def read() -> State:
     Blocks for a call to the Ray head; run it in a thread.
     """
     import ray
+    from ray._private.state import state as accessor
     from ray.util.placement_group import placement_group_table
 
-    return state(ray.nodes(), placement_group_table())
+    return state(ray.nodes(), placement_group_table(), accessor.get_draining_nodes())
 
 
 def exact(topology: Topology) -> dict[str, Node]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from npufleet.cluster import config
-from npufleet.cluster.controller.drains import Leave, nodes_of, step
+from npufleet.cluster.controller.drains import Leave, left_to_serve, nodes_of, step
+from npufleet.cluster.controller.placer import nodes
 from npufleet.cluster.controller.room import room, without
 from npufleet.cluster.deploy.wish import Wish
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
@@ -55,7 +58,20 @@ def test_the_wish_keeps_cordons_and_loans() -> None:
     made = wish.with_cordon("a", True).with_cordon("a", True).lend({"m": 1})
     assert (made.cordoned, made.engines, made.lent) == (("a",), {"m": 2}, ("m",))
     assert Wish.from_dict(made.to_dict()) == made
+    fenced = replace(made, fenced={"a:3": 12.5})
+    assert Wish.from_dict(fenced.to_dict()) == fenced == fenced.changed_to(made.config).lend({"m": 1})
     assert made.lend({"m": -1}).with_cordon("a", False) == wish
+
+
+def test_serve_moves_what_sits_on_a_node_that_ray_takes_away_and_the_controller_what_only_works_there() -> (
+    None
+):
+    sits, works, apart = engine("1", "a"), engine("2", "b", "a"), engine("3", "c")
+    assert left_to_serve([sits, works, apart], ["a"]) == (sits,)
+    assert step(["a"], [works, apart], {"m": 3}, (), {"m": 1}) == Leave(), (
+        "Serve's new engine is not there yet"
+    )
+    assert step(["a"], [works, apart, engine("4", "c")], {"m": 3}, (), {}) == Leave(engines=("2",))
 
 
 def test_closed_npus_are_no_room() -> None:
@@ -72,3 +88,6 @@ def test_closed_npus_are_no_room() -> None:
     assert room(without(state, {"gone:1", f"{second}:?"}, ()), model, 9) == 3
     assert room(without(state, (), {second}), model, 9) == 1
     assert room(state, model, 1) == 1
+    leaving = replace(state, draining=frozenset({second}))
+    assert room(without(leaving, (), ()), model, 9) == 1
+    assert [told["closed"] for told in nodes(leaving, {}, [first])] == ["drained", "leaving"]

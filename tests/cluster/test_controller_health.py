@@ -80,3 +80,48 @@ def test_health_blames_the_ranks_that_failed_and_tells_why_a_start_waits() -> No
     assert [entry["why"] for entry in told["deaths"]] == ["rank 1 fell", "it fell", "it fell again"]
     assert told["fenced"] == ["n:1"], "n:0 was there twice only"
     assert [sorted(d.npus) for d in health._deaths] == [["n:1"], ["n:0", "n:1"], ["n:0", "n:1"]]
+
+
+class Clocks:
+    """A process's clock and the world's."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def health(self, process_began: float = 0.0) -> Health:
+        return Health(clock=lambda: self.now - process_began, wall_clock=lambda: self.now + 1e9)
+
+
+def fell(ready_at: float, *places: str) -> EngineEndpoint:
+    return EngineEndpoint(
+        engine_id="e", model="m", address="h:1", metrics_url="", ready_at=ready_at, places=places
+    )
+
+
+def test_the_time_that_an_engine_was_ready_counts() -> None:
+    clocks = Clocks()
+    health = clocks.health()
+    for _ in range(5):
+        health.died(fell(1e9 + clocks.now - deaths.YOUNG_S - 1, "n:0", "n:1"), "it fell")
+    assert health.wait("m") == (0.0, "")
+    for _ in range(3):
+        health.died(fell(1e9 + clocks.now - 1.0), "it fell")
+    seconds, why = health.wait("m")
+    assert seconds == deaths.FIRST_WAIT_S and "3 engines of it died soon after their start" in why
+
+
+def test_a_fence_outlives_the_controller_and_ends_when_it_would_have_ended() -> None:
+    clocks = Clocks()
+    first = clocks.health()
+    for second in range(3):
+        clocks.now = 100.0 + second
+        first.died(fell(0.0, "n:3"), "it fell")
+    kept = first.fences()
+    assert kept == {"n:3": 1e9 + 100.0 + deaths.WINDOW_S}
+    clocks.now = 200.0
+    second_life = clocks.health(process_began=150.0)
+    assert second_life.fenced() == frozenset()
+    second_life.remember(kept)
+    assert second_life.fenced() == first.fenced() == {"n:3"}
+    clocks.now = 100.5 + deaths.WINDOW_S
+    assert second_life.fenced() == first.fenced() == frozenset()
