@@ -2,9 +2,10 @@
 SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Two processes, each taking whole files: engines that a file's tests share are started once.
+# Two processes, each taking whole files: engines that a file's tests share are started once. One thread each: threads
+# that wait for each other beside as many of the other process take longer than one alone.
 TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 PORT ?= 8000
 DURATION ?= 600
 

@@ -10,7 +10,7 @@ import pytest
 from .fleet import Fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # ends with the last of these files: idle engines still cost CPU
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(log=tmp_path_factory.mktemp("fleet") / "serve.log")
     try:
