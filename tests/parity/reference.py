@@ -44,19 +44,24 @@ def prompts(vocab: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 7) 
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: Sequence[int], steps: int, *, use_cache: bool = False) -> Greedy:
-    """Decode ``steps`` tokens.
+def greedy(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Greedy:
+    """Decode ``steps`` tokens, and compute the whole sequence once more without a cache.
 
-    Without a cache the whole sequence is computed again for each token: slower, and nothing to get wrong.
+    Each position sees only those before it, so that one pass gives the logits of all steps, and nothing that a cache
+    could get wrong: AssertionError where it would have chosen another token.
     """
-    sequence, logits = list(prompt), []
-    cache = DynamicCache(config=model.config) if use_cache else None
+    sequence = list(prompt)
+    cache = DynamicCache(config=model.config)
     for step in range(steps):
-        fresh = sequence[-1:] if use_cache and step else sequence
-        result = model(torch.tensor([fresh]), past_key_values=cache, use_cache=use_cache)
-        logits.append(result.logits[0, -1].float())
-        sequence.append(int(logits[-1].argmax()))
-    return Greedy(prompt=tuple(prompt), tokens=tuple(sequence[len(prompt) :]), logits=torch.stack(logits))
+        fresh = sequence[-1:] if step else sequence
+        result = model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
+        sequence.append(int(result.logits[0, -1].argmax()))
+    logits = model(torch.tensor([sequence[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
+    chosen = tuple(sequence[len(prompt) :])
+    assert tuple(logits.argmax(-1).tolist()) == chosen, (
+        "transformers chooses other tokens with a cache than without"
+    )
+    return Greedy(prompt=tuple(prompt), tokens=chosen, logits=logits)
 
 
 @torch.inference_mode()

@@ -25,16 +25,4 @@ def test_greedy_steps_are_decided_clearly(name, references):
 def test_the_feature_changes_the_answer(checkpoint: Checkpoint, references):
     without = build_model(checkpoint, feature=False)
     long_prompt = prompts(VOCAB)[-1]
-    assert greedy(without, long_prompt, 64, use_cache=True).tokens != references(checkpoint.name)[-1].tokens
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_decoding_with_a_cache_agrees(name, references, checkpoint_path):
-    """The reference decodes without any cache; the one kind of parity test that cannot afford this uses a
-    cache.
-    """
-    from .reference import load
-
-    model = load(checkpoint_path(name))
-    for result in references(name)[:3]:
-        assert greedy(model, result.prompt, 16, use_cache=True).tokens == result.tokens[:16]
+    assert greedy(without, long_prompt, 64).tokens != references(checkpoint.name)[-1].tokens

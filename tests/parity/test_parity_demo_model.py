@@ -46,7 +46,7 @@ def path() -> Path:
 def expected(path) -> list[Greedy]:
     """Greedy answers of transformers; one model for all prompts, with its KV cache."""
     tokenizer, model = AutoTokenizer.from_pretrained(path), load(path)
-    return [hf_greedy(model, tokenizer(text).input_ids, STEPS, use_cache=True) for text in TEXTS]
+    return [hf_greedy(model, tokenizer(text).input_ids, STEPS) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_shared_prefix_with_another_ending(served, checkpoint_path):
     greedy(llm, [base], 1)
     (output,) = greedy(llm, [forked], 24)
     assert cached([output]) == [128]
-    assert tokens([output])[0] == hf_greedy(load(checkpoint_path(name)), forked, 24, use_cache=True).tokens
+    assert tokens([output])[0] == hf_greedy(load(checkpoint_path(name)), forked, 24).tokens
 
 
 def test_graph_mode_really_replays(served):

@@ -54,7 +54,7 @@ def test_shared_prefix_with_another_ending(served, checkpoint_path):
     greedy(llm, [base], 1)
     (output,) = greedy(llm, [forked], 24)
     assert cached([output]) == [128]
-    assert tokens([output])[0] == hf_greedy(load(checkpoint_path(name)), forked, 24, use_cache=True).tokens
+    assert tokens([output])[0] == hf_greedy(load(checkpoint_path(name)), forked, 24).tokens
 
 
 def test_the_caches_are_latents_and_rotary_parts(served):
@@ -115,7 +115,7 @@ def test_large_blocks_and_too_few_of_them(checkpoint_path):
         checkpoint_path("deepseek-v2"), block_size=256, num_gpu_blocks_override=6, max_model_len=384, **GRAPHS
     ) as llm:
         outputs = greedy(llm, batch, STEPS)
-    assert tokens(outputs) == [hf_greedy(model, prompt, STEPS, use_cache=True).tokens for prompt in batch]
+    assert tokens(outputs) == [hf_greedy(model, prompt, STEPS).tokens for prompt in batch]
 
 
 def test_plain_attention_in_its_stead(checkpoint_path, references, monkeypatch):
