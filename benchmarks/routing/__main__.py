@@ -22,7 +22,7 @@ from npufleet.cluster.sim.fleet import FleetSpec, capacity
 from npufleet.cluster.sim.timing import DEFAULT_PRESET, preset
 
 from .report import page, plot
-from .study import BlockPrompt, Result, policies, run, workload
+from .study import PARTS, BlockPrompt, Result, policies, run, take, workload
 
 LOADS = (0.5, 0.75, 1.0, 1.15, 1.3)
 SIZES = (16, 64)
@@ -67,8 +67,8 @@ _trace: list[TraceRequest] = []
 _prompts: list[BlockPrompt] = []
 
 
-def _load(path: Path, limit: int | None) -> None:
-    _trace[:] = read(path)[:limit]
+def _load(path: Path, part: str, limit: int | None) -> None:
+    _trace[:] = take(read(path), part)[:limit]
     _prompts[:] = [BlockPrompt(one) for one in _trace]
 
 
@@ -87,6 +87,7 @@ def main() -> int:
     parser.add_argument(
         "trace", type=Path, help="a trace with hash_ids, such as Mooncake's conversation trace"
     )
+    parser.add_argument("--part", choices=PARTS, default="second", help="(default %(default)s)")
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--engines", type=int, nargs="+", default=SIZES)
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS)
@@ -100,7 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
-    _load(args.trace, args.requests)
+    _load(args.trace, args.part, args.requests)
     print(
         f"{len(_trace)} requests, {reuse(_trace):.1%} of their blocks reused; capacity of",
         end=" ",
@@ -115,7 +116,7 @@ def main() -> int:
     todo = [case for case in cases(tuple(args.engines), tuple(args.loads)) if args.varied or not case.title]
     done: list[tuple[Case, Result]] = []
     begun = time.monotonic()
-    with ProcessPoolExecutor(args.jobs, initializer=_load, initargs=(args.trace, args.requests)) as pool:
+    with ProcessPoolExecutor(args.jobs, initializer=_load, initargs=(args.trace, args.part, args.requests)) as pool:
         jobs = [pool.submit(_run, case, rates[case.spec.engines]) for case in todo]
         for number, job in enumerate(jobs, 1):
             case, result = job.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from npufleet.cluster.bench.trace import TRACE_BLOCK, TraceRequest
@@ -17,6 +17,14 @@ from .formulas import FORMULAS
 
 TTFT_OBJECTIVE = 4.0  # seconds
 TPOT_OBJECTIVE = 0.2
+PARTS = ("first", "second", "whole")  # the weights of our policies are chosen on the first half alone
+
+
+def take(trace: Sequence[TraceRequest], part: str) -> list[TraceRequest]:
+    """A half of ``trace``, its times counted from its own beginning, or all of it."""
+    middle = len(trace) // 2
+    some = {"first": trace[:middle], "second": trace[middle:], "whole": trace}[part]
+    return [replace(one, at=one.at - some[0].at) for one in some]
 
 
 class BlockPrompt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
@@ -13,9 +12,7 @@ from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.ledger import Peers
 from npufleet.cluster.router.member import Member, MemberState
 from npufleet.cluster.router.settings import RouterSettings
-
-_log = logging.getLogger(__name__)
-_WATCH_RETRY = 1.0
+from npufleet.cluster.router.watch import follow
 
 
 class StaticSource:
@@ -71,7 +68,7 @@ class EnginePool:
     async def start(self) -> None:
         """Begin to follow the source."""
         assert self._watcher is None, "a pool starts once"
-        self._watcher = asyncio.create_task(self._watch(), name="router endpoints")
+        self._watcher = asyncio.create_task(follow(self._source, self._apply), name="router endpoints")
 
     async def close(self) -> None:
         """Close every channel; calls still running on them are cancelled."""
@@ -155,16 +152,6 @@ class EnginePool:
     def on_pick(self, member: Member) -> None:
         """Tell the observer of a pick."""
         self._observer.on_pick(member)
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                async for snapshot in self._source.watch():
-                    self._apply(snapshot)
-                _log.warning("the endpoint source ended its watch; asking it again")
-            except Exception:  # noqa: BLE001 - supervisor: a source must not be able to stop the router
-                _log.exception("the endpoint source failed; the last known engines stay, asking it again")
-            await asyncio.sleep(_WATCH_RETRY)
 
     def _apply(self, snapshot: Snapshot) -> None:
         if self._version is not None:

@@ -19,13 +19,13 @@ from npufleet.cluster.endpoints import EndpointSource, Snapshot
 from npufleet.cluster.router.processes.metrics import collect
 from npufleet.cluster.router.processes.setup import Setup
 from npufleet.cluster.router.processes.shares import ShareTable, Slots, create
+from npufleet.cluster.router.watch import follow
 
 _log = logging.getLogger(__name__)
 _WARM = 10.0
 _START_SECONDS = 60.0
 _SHORTEST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
-_RETRY = 1.0
 _BEYOND_GRACE = 10.0  # seconds that a process may take to end beyond its running calls
 
 
@@ -71,7 +71,8 @@ class RouterProcesses:
         """Start all and wait until each serves; OSError where one does not."""
         self._held = hold_port(self._setup.host, self._setup.port)
         self._setup = replace(self._setup, port=self._held.getsockname()[1])
-        self._tasks = [asyncio.create_task(self._follow(), name="router processes: engines")]
+        engines = follow(self._source, self._tell)
+        self._tasks = [asyncio.create_task(engines, name="router processes: engines")]
         numbers = range(self._first, self._first + self._number)
         started = await asyncio.gather(*map(self._launch, numbers), return_exceptions=True)
         for error in started:
@@ -132,15 +133,6 @@ class RouterProcesses:
                 _log.error("%s", error)
             else:
                 pause = _SHORTEST_PAUSE
-
-    async def _follow(self) -> None:
-        while True:
-            try:
-                async for snapshot in self._source.watch():
-                    self._tell(snapshot)
-            except Exception:  # noqa: BLE001 - supervisor: a source must not be able to stop the routers
-                _log.exception("the endpoint source failed; the last known engines stay, asking it again")
-            await asyncio.sleep(_RETRY)
 
     def _tell(self, snapshot: Snapshot) -> None:
         slots = self._slots.update({endpoint.engine_id for endpoint in snapshot.endpoints})
