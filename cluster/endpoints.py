@@ -40,6 +40,13 @@ class EngineEndpoint:
     generation: str = ""  # engines of one model and generation are alike; a rolling update changes it
     labels: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def rank_ids(self) -> tuple[str, ...]:
+        """What routers know its data-parallel ranks by: the engine's own id where there is one rank alone."""
+        if self.ranks == 1:
+            return (self.engine_id,)
+        return tuple(f"{self.engine_id}#{rank}" for rank in range(self.ranks))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:

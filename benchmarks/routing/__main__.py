@@ -116,7 +116,9 @@ def main() -> int:
     todo = [case for case in cases(tuple(args.engines), tuple(args.loads)) if args.varied or not case.title]
     done: list[tuple[Case, Result]] = []
     begun = time.monotonic()
-    with ProcessPoolExecutor(args.jobs, initializer=_load, initargs=(args.trace, args.part, args.requests)) as pool:
+    with ProcessPoolExecutor(
+        args.jobs, initializer=_load, initargs=(args.trace, args.part, args.requests)
+    ) as pool:
         jobs = [pool.submit(_run, case, rates[case.spec.engines]) for case in todo]
         for number, job in enumerate(jobs, 1):
             case, result = job.result()

@@ -79,7 +79,7 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
         served_model_name=[model.name],
         distributed_executor_backend=FleetExecutor,
         max_logprobs=MAX_LOGPROBS,
-        kv_events_config=model.engine.get("kv_events_config") or _kv_events(model),
+        kv_events_config=model.engine.get("kv_events_config") or _kv_events(model, plan),
         data_parallel_backend="ray" if several else "mp",
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -108,24 +108,25 @@ def _bound(model: ModelConfig, plan: Plan) -> dict[str, Any]:
     return {"additional_config": {**(model.engine.get("additional_config") or {}), "npus": npus}}
 
 
-def _kv_events(model: ModelConfig) -> Any:
+def _kv_events(model: ModelConfig, plan: Plan) -> Any:
     """Return the settings that make vLLM publish its KV events to the engine's own service, or None where it
-    shall not.
+    shall not. Each data-parallel rank has sockets of its own, of which vLLM tells its front end.
 
-    Unix sockets in a folder of this user's, so that nothing listens on the network. vLLM gives ranks beyond the
-    first a TCP port of their own, so engines with several data-parallel ranks publish only what their user sets.
+    Unix sockets in a folder of this user's, so that nothing listens on the network; free ports of their nodes'
+    own addresses, as the ranks' other sockets are, where ranks sit on several nodes.
     """
     from vllm.config.kv_events import KVEventsConfig
 
-    if model.engine.get("enable_prefix_caching") is False or model.engine.get("data_parallel_size", 1) != 1:
+    if model.engine.get("enable_prefix_caching") is False:
         return None
-    folder = tempfile.mkdtemp(prefix="npufleet-kv-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    events = replay = "tcp://*:0"
+    if model.data_parallel_size == 1 or len({bundle.node_id for bundle in plan.bundles}) == 1:
+        # A rank beyond the first appends its number to an address with "inproc" in it, and refuses other files.
+        folder = tempfile.mkdtemp(prefix="npufleet-kv-inproc-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     return KVEventsConfig(
-        enable_kv_cache_events=True,
-        publisher="zmq",
-        endpoint=f"ipc://{folder}/events",
-        replay_endpoint=f"ipc://{folder}/replay",
+        enable_kv_cache_events=True, publisher="zmq", endpoint=events, replay_endpoint=replay
     )
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
+from smg_grpc_servicer.vllm.config_view import EngineConfigView
 from smg_grpc_servicer.vllm.kv_events import rank_sources_for
 from smg_grpc_servicer.vllm.servicer import VllmEngineServicer
 
-from ..proto.extension import ExtensionError, from_metadata
+from ..proto.extension import RANK_KEY, ExtensionError, from_metadata
 from ..proto.features import advertise
 from .kv_events import KvEventHub, SlowSubscriber
 from .view import EXTENSION, EngineView
@@ -67,6 +68,8 @@ class EngineService(VllmEngineServicer):
         self.idle.set()
         self.last_token = 0.0  # monotonic seconds, 0 before the first
         self.last_request = 0.0  # seconds since the epoch, 0 before the first
+        config = EngineConfigView(getattr(async_llm, "vllm_config", None))
+        self._ranks: int = config.parallel.data_parallel_size or 1
         self._headers = advertise({"max_logprobs": async_llm.model_config.max_logprobs})
         self.events: KvEventHub | None = None
 
@@ -100,6 +103,9 @@ class EngineService(VllmEngineServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not request.request_id:
             request.request_id = f"grpc-{uuid.uuid4().hex}"
+        rank = _rank_wished(context.invocation_metadata() or (), self._ranks)
+        if rank is not None and not request.HasField("data_parallel_rank"):
+            request.data_parallel_rank = rank
         self.last_request = time.time()
         self.active += 1
         self.idle.clear()
@@ -202,6 +208,14 @@ class EngineService(VllmEngineServicer):
         if EXTENSION.get().get("logprob_ranks"):
             _add_ranks(response.complete, output, completion)
         return response
+
+
+def _rank_wished(metadata: Iterable[tuple[str, str | bytes]], ranks: int) -> int | None:
+    """The one of ``ranks`` data-parallel ranks that a router's metadata names."""
+    for key, value in metadata:
+        if key == RANK_KEY and str(value).isdecimal() and int(value) < ranks > 1:
+            return int(value)
+    return None
 
 
 def _add_ranks(message: Any, output: Any, completion: Any) -> None:

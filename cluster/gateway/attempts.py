@@ -19,6 +19,7 @@ from ..router.picker import Lease, Picker, RequestInfo
 from ..router.prefix.prompt import Media, TokenPrompt
 from ..router.prefix.read import make
 from ..router.retry import RetryBudget, worth_retrying
+from ..router.wire import with_rank
 from .engines import FeatureCache
 from .errors import DEADLINE, TENANT, TRACE, client_error, no_engine, stalled, too_late
 from .metrics import GatewayMetrics
@@ -168,7 +169,7 @@ class Attempts:
         job.heard_at = time.monotonic()
         job.call = call = lease.channel.listen(
             _GENERATE,
-            message.SerializeToString(),
+            with_rank(message.SerializeToString(), lease.rank),
             on_message=take,
             metadata=metadata,
             timeout=_seconds_left(self._settings.request_timeout),

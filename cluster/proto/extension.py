@@ -19,6 +19,9 @@ import msgpack
 EXTENSION_KEY = "x-npufleet-ext-bin"
 MODEL_KEY = "x-npufleet-model"
 """Metadata key with which a client of the router names the model deployment it wants."""
+RANK_KEY = "x-data-parallel-rank"
+"""Metadata key (vLLM's own name of the HTTP header) with the data-parallel rank that a router means, for routers that
+cannot write it into the request. It is a wish: a rank that the engine does not have is none."""
 VERSION = 1
 
 METADATA_LIMIT = 16 * 1024

@@ -30,20 +30,22 @@ class RouteRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., session: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
 class RouteResponse(_message.Message):
-    __slots__ = ("route_id", "engine_id", "address", "token", "token_seconds", "accounted_seconds")
+    __slots__ = ("route_id", "engine_id", "address", "token", "token_seconds", "accounted_seconds", "data_parallel_rank")
     ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ACCOUNTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     route_id: str
     engine_id: str
     address: str
     token: str
     token_seconds: float
     accounted_seconds: float
-    def __init__(self, route_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., address: _Optional[str] = ..., token: _Optional[str] = ..., token_seconds: _Optional[float] = ..., accounted_seconds: _Optional[float] = ...) -> None: ...
+    data_parallel_rank: int
+    def __init__(self, route_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., address: _Optional[str] = ..., token: _Optional[str] = ..., token_seconds: _Optional[float] = ..., accounted_seconds: _Optional[float] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("route_id", "event", "grpc_code")

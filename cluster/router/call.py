@@ -13,6 +13,7 @@ import grpc
 
 from npufleet.cluster.access import AccessLog
 from npufleet.cluster.admission.tenants import ANYONE, Keys, Tenant
+from npufleet.cluster.proto.extension import RANK_KEY
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.metrics import UNKNOWN_MODEL, RouterMetrics, outcome_of
 from npufleet.cluster.router.wire import (
@@ -31,7 +32,7 @@ NO_KEY = "a valid API key is needed: metadata authorization: Bearer KEY"
 
 _log = logging.getLogger(__name__)
 _OF_THIS_HOP = frozenset(  # a connection's own, not the request's; and keys are for the router's eyes only
-    {"user-agent", "te", "content-type", "authorization", "x-api-key", *CONTEXT_KEYS}
+    {"user-agent", "te", "content-type", "authorization", "x-api-key", RANK_KEY, *CONTEXT_KEYS}
 )
 _FOR_ADMINS = frozenset({"FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents"})
 _TRACES = frozenset({"grpc-trace-bin", "grpc-tags-bin"})  # of the grpc-* keys, the request's own

@@ -38,6 +38,7 @@ class EventFollowers:
         self._decider = decider
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._models: dict[str, str] = {}
+        self._ranks: dict[str, tuple[str, ...]] = {}
         self.following: set[str] = set()  # engine ids whose events arrive
         pool.listen(self._update)
 
@@ -54,9 +55,12 @@ class EventFollowers:
             task = self._tasks.pop(engine_id, None)
             if task is not None:
                 task.cancel()
-            self._decider.forget(self._models.pop(engine_id), engine_id)
+            model = self._models.pop(engine_id)
+            for rank_id in self._ranks.pop(engine_id):
+                self._decider.forget(model, rank_id)
         for engine_id, member in members.items():
             model = self._models.setdefault(engine_id, member.endpoint.model)
+            self._ranks.setdefault(engine_id, member.endpoint.rank_ids)
             index = self._decider.index(model)
             if index is not None and engine_id not in self._tasks and member.state is MemberState.READY:
                 task = asyncio.create_task(self._follow(member, index), name=f"router events {engine_id}")
@@ -80,7 +84,8 @@ class EventFollowers:
                     raise  # else the link was closed under the call; a new one may come
             finally:
                 self.following.discard(member.engine_id)
-                index.drop(member.engine_id)
+                for ledger in member.ledgers:
+                    index.drop(ledger.engine_id)
             await asyncio.sleep(pause)
 
     async def _read(self, member: Member, index: PrefixIndex) -> None:
@@ -95,15 +100,18 @@ class EventFollowers:
                 batch = common_pb2.KvEventBatch.FromString(raw)
                 self.following.add(member.engine_id)
                 report = load_of(batch)
-                if report is not None and not batch.dp_rank:
+                ledger = member.ledger_of(batch.dp_rank)
+                if ledger is None:
+                    continue
+                if report is not None and (ledger.rank is not None or not batch.dp_rank):
                     lag = _PUSH_LAG + batch.load.age_ms / 1000
-                    member.ledger.take(report, member.ledger.mark_before(lag))
+                    ledger.take(report, ledger.mark_before(lag))
                 if batch.load.load_only:
                     continue
                 if not _in_order(numbers, batch):
                     _log.warning("engine %s: KV events are missing; starting over", member.engine_id)
                     return
-                apply(index, member.engine_id, batch)
+                apply(index, ledger.engine_id, batch)
                 applied += len(batch.events)
                 if applied >= _AT_A_TIME:  # a snapshot of a large cache must not hold up requests
                     applied = 0

@@ -64,7 +64,7 @@ class Mark:
 
 
 class Ledger:
-    """Counts for one engine. ``clock`` is monotonic seconds."""
+    """Counts for one engine, or one data-parallel rank of one. ``clock`` is monotonic seconds."""
 
     def __init__(
         self,
@@ -72,11 +72,14 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         others: Callable[[], Share] | None = None,
         tell: Callable[[Share], None] | None = None,
+        rank: int | None = None,
     ) -> None:
-        """``others()`` is what further routers have on the engine now, ``tell(share)`` tells them of each change
-        here; None: there are none.
+        """``rank``: which data-parallel rank of an engine this is, ``engine_id`` being the rank's own; None: the
+        engine is not split. ``others()`` is what further routers have on it now, ``tell(share)`` tells them of
+        each change here; None: there are none.
         """
         self.engine_id = engine_id
+        self.rank = rank
         self._others = others
         self._tell = tell
         self._clock = clock

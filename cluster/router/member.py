@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -20,7 +20,7 @@ import grpc
 from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.router.base import EngineLoad
 from npufleet.cluster.router.errors import BROKE, LOST
-from npufleet.cluster.router.ledger import Ledger, Peers
+from npufleet.cluster.router.ledger import Ledger, Mark, Peers
 from npufleet.cluster.router.lookaside.signed import SignedChannel
 from npufleet.cluster.router.lookaside.tokens import TokenMint
 from npufleet.cluster.router.probe import HealthProbe, sum_loads
@@ -65,11 +65,14 @@ class Member:
         )
         if settings.secret is not None:
             self.channel = SignedChannel(self.channel, TokenMint(settings.secret))
-        engine_id = endpoint.engine_id
-        self.ledger = Ledger(
-            engine_id,
-            others=None if peers is None else partial(peers.others, engine_id),
-            tell=None if peers is None else partial(peers.tell, engine_id),
+        self.ledgers = tuple(  # one for each data-parallel rank
+            Ledger(
+                name,
+                others=None if peers is None else partial(peers.others, name),
+                tell=None if peers is None else partial(peers.tell, name),
+                rank=rank if endpoint.ranks > 1 else None,
+            )
+            for rank, name in enumerate(endpoint.rank_ids)
         )
         self._settings = settings
         self._on_change = on_change
@@ -107,9 +110,25 @@ class Member:
         """True where a new request may go to this engine."""
         return self._last_state is MemberState.READY
 
-    def load(self) -> EngineLoad:
-        """Its load now."""
-        return self.ledger.load(self._settings.load_ttl)
+    @property
+    def in_flight(self) -> int:
+        """Requests of this router on all its ranks."""
+        return sum(ledger.in_flight for ledger in self.ledgers)
+
+    @property
+    def queued(self) -> int:
+        """Those of them without any output yet."""
+        return sum(ledger.queued for ledger in self.ledgers)
+
+    def loads(self) -> list[EngineLoad]:
+        """The loads of its ranks now."""
+        return [ledger.load(self._settings.load_ttl) for ledger in self.ledgers]
+
+    def ledger_of(self, rank: int) -> Ledger | None:
+        """The ledger of what calls itself ``rank``: an engine that is not split has one, whatever it is called."""
+        if len(self.ledgers) == 1:
+            return self.ledgers[0]
+        return self.ledgers[rank] if rank < len(self.ledgers) else None
 
     def start(self) -> None:
         """Start the loops, in the running event loop."""
@@ -130,7 +149,7 @@ class Member:
 
     def outcome(self, code: grpc.StatusCode) -> None:
         """A request on this engine ended with ``code``; its lease is already off the ledger."""
-        if self._leaving and not self.ledger.in_flight:
+        if self._leaving and not self.in_flight:
             self._idle.set()
         if code in LOST:
             if self._reached:  # of the many that one broken connection ends, the first counts
@@ -149,7 +168,7 @@ class Member:
         """Take no more requests, let the running ones end within ``leave_timeout``, then close."""
         self._leaving = True
         self._changed("it left the fleet")
-        if self.ledger.in_flight:
+        if self.in_flight:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), self._settings.leave_timeout)
         await self.close()
@@ -174,7 +193,8 @@ class Member:
 
     def _lost(self, reason: str) -> None:
         self._reached = False
-        self.ledger.forget()
+        for ledger in self.ledgers:
+            ledger.forget()
         self._changed(reason)
         self._wake.set()
 
@@ -228,11 +248,11 @@ class Member:
         """Take a stuck engine out, and end its requests: those without an answer can still go elsewhere."""
         while True:
             await asyncio.sleep(self._settings.stall_timeout / 8)
-            silent = self._progress.silent_for(self.ledger.in_flight, self.ledger.queued)
+            silent = self._progress.silent_for(self.in_flight, self.queued)
             if silent:
                 self._progress.heard()
                 self._rounds += 1
-                reason = f"no progress on any of {self.ledger.in_flight} requests for {silent:.0f} s"
+                reason = f"no progress on any of {self.in_flight} requests for {silent:.0f} s"
                 self._lost(reason)
                 self.channel.drop(reason)
 
@@ -244,7 +264,7 @@ class Member:
         )
         while True:
             if self._reached:
-                mark = self.ledger.mark()
+                marks = [ledger.mark() for ledger in self.ledgers]
                 try:
                     answer = await ask(
                         pb.GetLoadsRequest(include=["core"]), timeout=self._settings.load_interval
@@ -253,9 +273,18 @@ class Member:
                     # Its report goes stale by itself; whether it lives is for the health check to say.
                     _log.debug("engine %s: GetLoads: %s", self.engine_id, error.code().name)
                 else:
-                    if answer.loads:
-                        self.ledger.take(sum_loads(answer), mark)
+                    self._take(answer.loads, marks)
             await asyncio.sleep(self._settings.load_interval * random.uniform(0.8, 1.2))
+
+    def _take(self, loads: Sequence[pb.SchedulerLoad], marks: Sequence[Mark]) -> None:
+        """Believe an answer to GetLoads that was asked for at ``marks``."""
+        if len(self.ledgers) == 1:
+            if loads:
+                self.ledgers[0].take(sum_loads(loads), marks[0])
+            return
+        for load in loads:
+            if 0 <= load.dp_rank < len(self.ledgers):
+                self.ledgers[load.dp_rank].take(sum_loads([load]), marks[load.dp_rank])
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

@@ -189,11 +189,11 @@ class _PoolCollector(Collector):
             key = [member.endpoint.model, member.engine_id]
             for each in MemberState:
                 state.add_metric([*key, each.value], float(member.state is each))
-            in_flight.add_metric(key, member.ledger.in_flight)
-            queued.add_metric(key, member.ledger.queued_tokens)
-            seconds = member.ledger.report_age()
-            if seconds is not None:
-                age.add_metric(key, seconds)
+            in_flight.add_metric(key, member.in_flight)
+            queued.add_metric(key, sum(ledger.queued_tokens for ledger in member.ledgers))
+            ages = [ledger.report_age() for ledger in member.ledgers]
+            if told := [seconds for seconds in ages if seconds is not None]:
+                age.add_metric(key, max(told))
         yield from (state, in_flight, queued, age)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:

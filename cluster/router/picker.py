@@ -20,6 +20,7 @@ from npufleet.cluster.router.base import EngineLoad, Policy, RequestInfo
 from npufleet.cluster.router.decider import Claim, Decider
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.events import EventFollowers
+from npufleet.cluster.router.ledger import Ledger
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.pool import EnginePool
 from npufleet.cluster.transport.base import EngineChannel
@@ -49,6 +50,11 @@ class Lease:
     def endpoint(self) -> EngineEndpoint:
         """The engine that was picked."""
         return self._member.endpoint
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that was picked; None where the engine is not split."""
+        return self._claim.ledger.rank
 
     @property
     def channel(self) -> EngineChannel:
@@ -145,22 +151,21 @@ class Picker:
                 retry_after=self._pool.retry_after,
             )
         slots = self._admission.engine_slots
-        candidates = [m for m in candidates if m.ledger.in_flight < slots] or candidates
-        ledgers = [member.ledger for member in candidates]
+        ledgers = [ledger for member in candidates for ledger in member.ledgers]
+        ledgers = [ledger for ledger in ledgers if ledger.in_flight < slots] or ledgers
         claim = self._decider.choose(model, info, ledgers, self._pool.settings.load_ttl)
-        member = candidates[ledgers.index(claim.ledger)]
+        member = next(member for member in candidates if claim.ledger in member.ledgers)
         self._pool.on_pick(member)
         return Lease(member, claim, self.gate, info.tenant)
 
     def room(self, model: str, slots: int) -> int:
-        """How many more requests the ready engines of ``model`` take with ``slots`` each; -1 without any."""
-        members = self._pool.pickable(model)
-        return sum(max(0, slots - member.ledger.in_flight) for member in members) if members else -1
+        """How many more requests the ready engines of ``model`` take, ``slots`` on each rank; -1 without any."""
+        ledgers = self._ledgers(model)
+        return sum(max(0, slots - ledger.in_flight) for ledger in ledgers) if ledgers else -1
 
     def look(self, model: str, info: RequestInfo) -> Sequence[EngineLoad]:
         """The loads of the ready engines of ``model``, as ``info`` would find them."""
-        ledgers = [member.ledger for member in self._pool.pickable(model)]
-        return self._decider.look(model, info, ledgers, self._pool.settings.load_ttl)
+        return self._decider.look(model, info, self._ledgers(model), self._pool.settings.load_ttl)
 
     def alternates(self, info: RequestInfo, lease: Lease, most: int) -> list[EngineEndpoint]:
         """Up to ``most`` other engines where a retry of ``info`` may go that does not come back to this picker,
@@ -170,9 +175,13 @@ class Picker:
         members = [m for m in self._pool.pickable(lease.endpoint.model) if m.engine_id not in taken]
         if len(members) > _COMPARED:
             members = random.sample(members, _COMPARED)
-        loads = self._decider.look(
-            lease.endpoint.model, info, [member.ledger for member in members], self._pool.settings.load_ttl
-        )
-        costs = [self._decider.policy.score(info, load) for load in loads]
-        best = sorted(range(len(members)), key=costs.__getitem__)
-        return [members[i].endpoint for i in best[:most]]
+        ledgers = [ledger for member in members for ledger in member.ledgers]
+        loads = self._decider.look(lease.endpoint.model, info, ledgers, self._pool.settings.load_ttl)
+        costs = {load.engine_id: self._decider.policy.score(info, load) for load in loads}
+        last = max(costs.values(), default=0.0)
+        members.sort(key=lambda m: min(costs.get(ledger.engine_id, last) for ledger in m.ledgers))
+        return [member.endpoint for member in members[:most]]
+
+    def _ledgers(self, model: str) -> list[Ledger]:
+        """Those of all ranks of the ready engines of ``model``."""
+        return [ledger for member in self._pool.pickable(model) for ledger in member.ledgers]

@@ -206,4 +206,4 @@ class EnginePool:
 
 
 def _moved(old: EngineEndpoint, new: EngineEndpoint) -> bool:
-    return (old.address, old.model) != (new.address, new.model)
+    return (old.address, old.model, old.ranks) != (new.address, new.model, new.ranks)

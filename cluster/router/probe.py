@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from grpc_health.v1 import health_pb2
 
@@ -53,9 +55,8 @@ class HealthProbe:
         return "" if answer.healthy else f"health check: {answer.message or 'not healthy'}"
 
 
-def sum_loads(answer: pb.GetLoadsResponse) -> LoadReport:
-    """One report for an engine that answers with one entry per data-parallel rank (at least one)."""
-    loads = answer.loads
+def sum_loads(loads: Sequence[pb.SchedulerLoad]) -> LoadReport:
+    """One report for all of ``loads`` (at least one), data-parallel ranks that are not told apart."""
     return LoadReport(
         running=sum(max(0, load.num_running_reqs) for load in loads),
         waiting=sum(max(0, load.num_waiting_reqs) for load in loads),

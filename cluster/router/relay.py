@@ -16,7 +16,14 @@ from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
 from npufleet.cluster.router.requests import LiveRequest, LiveRequests
 from npufleet.cluster.router.retry import RetryBudget, worth_retrying
 from npufleet.cluster.router.settings import RouterSettings
-from npufleet.cluster.router.wire import ENGINE_KEY, answered_tokens, path, read_head, with_request_id
+from npufleet.cluster.router.wire import (
+    ENGINE_KEY,
+    answered_tokens,
+    path,
+    read_head,
+    with_rank,
+    with_request_id,
+)
 
 _CANCELLED = grpc.StatusCode.CANCELLED
 
@@ -170,7 +177,8 @@ class Relay:
     def _dispatch(self, job: _Job, lease: Lease) -> Any:
         kind = lease.channel.unary_stream if job.method == "Generate" else lease.channel.unary_unary
         timeout = job.call.remaining(self._settings.request_timeout)
-        return kind(path(job.method))(job.raw, timeout=timeout, metadata=tuple(job.call.forwarded()))
+        raw = with_rank(job.raw, lease.rank) if job.method == "Generate" else job.raw
+        return kind(path(job.method))(raw, timeout=timeout, metadata=tuple(job.call.forwarded()))
 
     def _again(self, job: _Job, code: grpc.StatusCode, attempts: int) -> bool:
         others = any(m.engine_id not in job.info.excluded for m in self._picker.pool.pickable(job.info.model))

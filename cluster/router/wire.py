@@ -29,6 +29,8 @@ PEER_KEY = "x-npufleet-peer"  # request metadata that Envoy sets before the rout
 _CHARS_PER_TOKEN = 4  # a guess, for text prompts only
 _REQUEST_ID_TAG = b"\x0a"  # field 1, length-delimited, in GenerateRequest and EmbedRequest alike
 
+_RANK_TAG = b"\x48"  # field 9, varint, in GenerateRequest
+
 M = TypeVar("M", bound=Message)
 
 __all__ = ["ENGINE_KEY", "METHODS", "MODEL_KEY", "PEER_KEY", "SERVICE", "SESSION_KEY", "common_pb2", "pb"]
@@ -116,6 +118,13 @@ def with_request_id(raw: bytes, request_id: str) -> bytes:
     """
     value = request_id.encode()
     return b"".join((raw, _REQUEST_ID_TAG, _varint(len(value)), value))
+
+
+def with_rank(raw: bytes, rank: int | None) -> bytes:
+    """``raw``, a Generate request, for data-parallel rank ``rank`` of its engine, whatever it named itself; None: it
+    stays as it is.
+    """
+    return raw if rank is None else b"".join((raw, _RANK_TAG, _varint(rank)))
 
 
 def _varint(number: int) -> bytes:

@@ -43,6 +43,10 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
     greets: bool = True  # it sends its headers before it begins to work
     healthy: bool = True
     loads: list[pb.SchedulerLoad] = field(default_factory=list)
+    ranks: int = 1
+    events: asyncio.Queue[common_pb2.KvEventBatch] | None = (
+        None  # what SubscribeKvEvents says, in place of a number
+    )
     options: tuple[tuple[str, int], ...] = ()
     credentials: tuple[Path, Path, Path, bool] | None = None  # CA, certificate, key, clients must show one
 
@@ -122,7 +126,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
 
     async def GetServerInfo(self, request, context):
         await context.send_initial_metadata((("x-features", f"some of {self.name}"),))
-        return pb.GetServerInfoResponse(server_type=self.name, data_parallel_size=1)
+        return pb.GetServerInfoResponse(server_type=self.name, data_parallel_size=self.ranks)
 
     async def GetLoads(self, request, context):
         return pb.GetLoadsResponse(version="fake", dp_rank_count=len(self.loads), loads=self.loads)
@@ -136,8 +140,11 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         return common_pb2.FlushCacheResponse(success=self.healthy, message="flushed")
 
     async def SubscribeKvEvents(self, request, context):
-        yield common_pb2.KvEventBatch(sequence_number=len(self.name))
-        await asyncio.Event().wait()
+        if self.events is None:
+            yield common_pb2.KvEventBatch(sequence_number=len(self.name))
+            await asyncio.Event().wait()
+        while True:
+            yield await self.events.get()
 
     async def HealthCheck(self, request, context):
         return pb.HealthCheckResponse(healthy=self.healthy)
@@ -172,7 +179,12 @@ def endpoint(
     engine: FakeEngine, *, model: str = MODEL, state: EngineState = EngineState.READY
 ) -> EngineEndpoint:
     return EngineEndpoint(
-        engine_id=engine.name, model=model, address=engine.address, metrics_url="", state=state
+        engine_id=engine.name,
+        model=model,
+        address=engine.address,
+        metrics_url="",
+        state=state,
+        ranks=engine.ranks,
     )
 
 

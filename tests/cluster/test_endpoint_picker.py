@@ -87,9 +87,9 @@ async def test_a_streamed_body_is_seen_whole_and_given_back_as_it_came(pieces: i
         ]
         assert [piece.body for piece in back] == parts
         assert [piece.end_of_stream for piece in back] == [False] * (len(parts) - 1) + [True]
-        assert f.router.picker.pool.member("a").load().in_flight == 1
+        assert f.router.picker.pool.member("a").in_flight == 1
         await gateway.call.done_writing()
-        await until(lambda: f.router.picker.pool.member("a").load().in_flight == 0)
+        await until(lambda: f.router.picker.pool.member("a").in_flight == 0)
 
 
 @pytest.mark.parametrize("mode", [Mode.NONE, Mode.STREAMED])

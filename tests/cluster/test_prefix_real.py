@@ -141,7 +141,7 @@ async def check(router, stub, engine_id: str, count: int, chance: random.Random)
         cached = await ask(stub, f"{engine_id}-{number}", tokens, salt, chance.choice([1, 2, 140]))
         assert cached == said, f"request {number}: index {said}, engine {cached}"
         hits += cached > 0
-        await until(lambda: router.picker.pool.members()[0].ledger.in_flight == 0, 30)
+        await until(lambda: router.picker.pool.members()[0].ledgers[0].in_flight == 0, 30)
         if number % 25 == 24:
             await quiet(index, engine_id)
         else:

@@ -21,7 +21,7 @@ def nothing_is_left(f: Fleet) -> bool:
     """No engine, ledger, queue, table or connection holds a request."""
     members = f.router.picker.pool.members()
     return (
-        all(member.ledger.in_flight == member.ledger.queued_tokens == 0 for member in members)
+        all(member.ledgers[0].in_flight == member.ledgers[0].queued_tokens == 0 for member in members)
         and f.router.picker.gate.waiting(MODEL) == 0
         and len(f.router._front.live) == 0
         and f.metric("npufleet_router_in_flight", model=MODEL) == 0

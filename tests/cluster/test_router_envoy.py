@@ -187,7 +187,7 @@ async def test_a_cancel_reaches_the_engine_in_its_silence(read_first: bool):
         call.cancel()
         await until(lambda: engine.cancelled == ["r"])
         await until(lambda: not len(f.router.away))
-        assert f.router.picker.pool.member("a").load().in_flight == 0
+        assert f.router.picker.pool.member("a").in_flight == 0
         assert f.router.picker.models() == {MODEL: 1}
         labels = {"model": MODEL, "method": "Generate", "outcome": "cancelled", "code": "CANCELLED"}
         assert f.metric("npufleet_router_requests_total", **labels) == 1
@@ -200,7 +200,7 @@ async def test_the_clients_deadline_reaches_the_engine_and_ends_the_call():
         assert error.code() is Code.DEADLINE_EXCEEDED
         assert engine.time_left[0] is not None and engine.time_left[0] < 0.6
         await until(lambda: engine.cancelled == ["r"])
-        await until(lambda: f.router.picker.pool.member("a").load().in_flight == 0)
+        await until(lambda: f.router.picker.pool.member("a").in_flight == 0)
         assert f.router.picker.models() == {MODEL: 1}
 
 
@@ -369,7 +369,7 @@ async def test_admission_and_keys_hold_before_envoy_too():
         for call in running:
             call.cancel()
         await until(lambda: engine.cancelled and not gate.waiting(MODEL) and not len(f.router.away))
-        assert f.router.picker.pool.member("a").load().in_flight == 0
+        assert f.router.picker.pool.member("a").in_flight == 0
 
 
 async def test_tls_at_the_door_and_towards_engines(tmp_path: Path):

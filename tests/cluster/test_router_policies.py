@@ -173,14 +173,14 @@ class FakeMember:
 
     def __init__(self, engine_id: str, ready: bool) -> None:
         self.engine_id, self.pickable = engine_id, ready
-        self.ledger = Ledger(engine_id)
+        self.ledgers = (Ledger(engine_id),)
         self.outcomes: list[grpc.StatusCode] = []
         self.endpoint = EngineEndpoint(
             engine_id=engine_id, model="m", address="", metrics_url="", state=EngineState.READY
         )
 
     def load(self) -> EngineLoad:
-        return self.ledger.load(5)
+        return self.ledgers[0].load(5)
 
     def outcome(self, code: grpc.StatusCode) -> None:
         self.outcomes.append(code)
@@ -238,14 +238,14 @@ async def test_a_lease_counts_once_however_often_it_is_released():
     member = FakeMember("a", True)
     picker = Picker(FakePool([member]), LeastLoad())  # type: ignore[arg-type]
     lease = await picker.pick(RequestInfo(model="m", prompt_tokens=7))
-    assert (member.ledger.in_flight, member.ledger.queued_tokens) == (1, 7)
+    assert (member.ledgers[0].in_flight, member.ledgers[0].queued_tokens) == (1, 7)
     lease.started()
     lease.started()
-    assert (member.ledger.in_flight, member.ledger.queued_tokens) == (1, 0)
+    assert (member.ledgers[0].in_flight, member.ledgers[0].queued_tokens) == (1, 0)
     lease.release()
     lease.release(grpc.StatusCode.UNAVAILABLE)
     lease.started()
-    assert (member.ledger.in_flight, member.ledger.queued_tokens) == (0, 0)
+    assert (member.ledgers[0].in_flight, member.ledgers[0].queued_tokens) == (0, 0)
     assert member.outcomes == [grpc.StatusCode.OK]
 
 
@@ -261,7 +261,7 @@ async def test_a_lease_as_a_context_releases_with_what_happened():
                     raise error
         except (KeyError, grpc.aio.AioRpcError):
             pass
-    assert member.ledger.in_flight == 0
+    assert member.ledgers[0].in_flight == 0
     assert member.outcomes == [grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, code]
 
 
@@ -269,11 +269,11 @@ async def test_a_burst_between_two_reports_is_spread_by_least_load():
     """Both engines report the same once; the router's own counts must spread what follows."""
     members = [FakeMember(name, True) for name in "ab"]
     for member in members:
-        member.ledger.take(LoadReport(running=3), member.ledger.mark())
+        member.ledgers[0].take(LoadReport(running=3), member.ledgers[0].mark())
     picker = Picker(FakePool(members), LeastLoad())  # type: ignore[arg-type]
     for _ in range(20):
         await picker.pick(RequestInfo(model="m", prompt_tokens=100))
-    assert [member.ledger.in_flight for member in members] == [10, 10]
+    assert [member.ledgers[0].in_flight for member in members] == [10, 10]
 
 
 async def test_a_long_prompt_keeps_short_ones_away_until_it_has_started():

@@ -107,7 +107,7 @@ async def test_requests_wait_in_the_router_while_engines_are_full():
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, f.router.picker.pool.member("a").ledger.in_flight)
+                most = max(most, f.router.picker.pool.member("a").ledgers[0].in_flight)
                 await asyncio.sleep(0.002)
 
         watching = asyncio.create_task(watch())

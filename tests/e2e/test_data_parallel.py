@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from tests.parity.checkpoints import VOCAB
 from tests.parity.reference import greedy, load, prompts
@@ -53,21 +55,29 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         fleet.kill()
 
 
+def ask(fleet: Fleet, prompt: list[int]) -> pb.GenerateComplete:
+    request = pb.GenerateRequest(request_id="", stream=False)
+    request.tokenized.input_ids.extend(prompt)
+    request.sampling_params.temperature = 0.0
+    request.sampling_params.max_tokens = STEPS
+    request.sampling_params.ignore_eos = True
+    with grpc.insecure_channel(fleet.router) as channel:
+        return list(pb_grpc.VllmEngineStub(channel).Generate(request, timeout=240))[-1].complete
+
+
 def answers(fleet: Fleet) -> Answers:
     """The standard prompts, all at once."""
-
-    def ask(prompt: list[int]) -> tuple[int, ...]:
-        request = pb.GenerateRequest(request_id="", stream=False)
-        request.tokenized.input_ids.extend(prompt)
-        request.sampling_params.temperature = 0.0
-        request.sampling_params.max_tokens = STEPS
-        request.sampling_params.ignore_eos = True
-        with grpc.insecure_channel(fleet.router) as channel:
-            stream = pb_grpc.VllmEngineStub(channel).Generate(request, timeout=240)
-            return tuple(list(stream)[-1].complete.output_ids)
-
     with ThreadPoolExecutor(len(prompts(VOCAB))) as pool:
-        return list(pool.map(ask, prompts(VOCAB)))
+        return [tuple(told.output_ids) for told in pool.map(partial(ask, fleet), prompts(VOCAB))]
+
+
+def held(fleet: Fleet) -> set[int]:
+    """The ranks whose caches hold blocks, by the first words of the engine's KV events."""
+    request = common_pb2.SubscribeKvEventsRequest()
+    with grpc.insecure_channel(fleet.router) as channel:
+        batches = pb_grpc.VllmEngineStub(channel).SubscribeKvEvents(request, timeout=60)
+        first = [next(batches) for _ in range(2)]
+    return {batch.dp_rank for batch in first if any(event.HasField("stored") for event in batch.events)}
 
 
 def loads(fleet: Fleet) -> list[int]:
@@ -95,6 +105,10 @@ def test_ranks_answer_as_one_and_come_back(
     fleet = serve(**settings)
     assert answers(fleet) == expected
     assert loads(fleet) == [0, 1]
+    long = [[(17 * number + at) % VOCAB for at in range(300)] for number in range(6)]
+    assert [ask(fleet, prompt).cached_tokens for prompt in long] == [0] * 6
+    assert held(fleet) == {0, 1}, "requests one after another go to both ranks, and both tell what they hold"
+    assert [ask(fleet, prompt).cached_tokens for prompt in long] == [256] * 6, "each goes where it was before"
     (engine,) = fleet.status()["engines"]
     assert (engine["npus"], engine["ranks"]) == (workers, 2)
     before = fleet.processes(WORKER)

@@ -23,6 +23,7 @@ from npufleet.cluster.router.envoy.settings import (
     FRAME,
     PEER_KEY,
     PICK_KEY,
+    RANK_KEY,
     RETRIES_KEY,
     TOKEN_KEY,
 )
@@ -134,6 +135,8 @@ class Asked:
         # With nobody left to ask, the status of the last engine shall stand.
         retries = str(hosts.count(","))
         headers = [(DESTINATION_KEY, hosts), (PICK_KEY, away.id), (RETRIES_KEY, retries)]
+        if away.lease.rank is not None:
+            headers.append((RANK_KEY, str(away.lease.rank)))
         if self._mint is not None:
             headers.append((TOKEN_KEY, self._mint.fleet()))
         return tuple(headers)

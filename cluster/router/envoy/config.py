@@ -18,6 +18,7 @@ from npufleet.cluster.router.envoy.settings import (
     DESTINATION_KEY,
     PEER_KEY,
     PICK_KEY,
+    RANK_KEY,
     TOKEN_KEY,
     EnvoySettings,
 )
@@ -249,7 +250,7 @@ def _policy(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def _listener(settings: EnvoySettings) -> dict[str, Any]:
     router = settings.router
-    strip = [{"remove": key} for key in (DESTINATION_KEY, PICK_KEY, TOKEN_KEY, PEER_KEY)]
+    strip = [{"remove": key} for key in (DESTINATION_KEY, PICK_KEY, RANK_KEY, TOKEN_KEY, PEER_KEY)]
     peer = {"header": {"key": PEER_KEY, "value": "%DOWNSTREAM_REMOTE_ADDRESS%"},
             "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}  # fmt: skip
     early = typed("extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",

@@ -9,6 +9,7 @@ from npufleet.cluster.router.envoy.settings import (
     FRAME,
     PEER_KEY,
     PICK_KEY,
+    RANK_KEY,
     RETRIES_KEY,
     TOKEN_KEY,
     EnvoySettings,
@@ -20,7 +21,7 @@ _AUTHZ = "envoy.filters.http.ext_authz"
 _PROC = "envoy.filters.http.ext_proc"
 _LUA = "envoy.filters.http.lua"
 _ASKED = ("grpc-timeout", "grpc-encoding", "authorization", "x-api-key")
-_CHOSEN = (DESTINATION_KEY, PICK_KEY, RETRIES_KEY, TOKEN_KEY)
+_CHOSEN = (DESTINATION_KEY, PICK_KEY, RANK_KEY, RETRIES_KEY, TOKEN_KEY)
 
 # The first answer of an engine ends the wait for a prompt: the picker's loads and paces need that moment.
 # The message is not waited for, and a failure says nothing about the request.

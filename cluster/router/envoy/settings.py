@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from npufleet.cluster.proto.extension import RANK_KEY
 from npufleet.cluster.router.lookaside.tokens import TOKEN_KEY
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import PEER_KEY
@@ -16,6 +17,7 @@ __all__ = [
     "FRAME",
     "PEER_KEY",
     "PICK_KEY",
+    "RANK_KEY",
     "RETRIES_KEY",
     "TOKEN_KEY",
     "EnvoySettings",

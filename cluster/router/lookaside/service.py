@@ -71,6 +71,7 @@ class Lookaside:
             token=token,
             token_seconds=TOKEN_SECONDS if token else 0.0,
             accounted_seconds=lasts,
+            data_parallel_rank=away.lease.rank,
         )
 
     async def _report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,7 +42,7 @@ class PrefixCollector(Collector):
         )
         pace = GaugeMetricFamily(
             f"{prefix}_engine_token_seconds",
-            "Learnt seconds per prompt token that an engine computes.",
+            "Learnt seconds per prompt token that an engine computes; the mean of its data-parallel ranks.",
             labels=each,
         )
         decider, pool = self._picker.decider, self._picker.pool
@@ -57,10 +58,11 @@ class PrefixCollector(Collector):
             index = decider.index(member.endpoint.model)
             if index is not None:
                 followed.add_metric(key, float(member.engine_id in self._picker.events.following))
-                held.add_metric(key, index.engine_blocks(member.engine_id))
-            learnt = decider.paces(member.endpoint.model).of(member.engine_id)
-            if learnt.known:
-                pace.add_metric(key, learnt.token)
+                held.add_metric(key, sum(index.engine_blocks(one.engine_id) for one in member.ledgers))
+            paces = decider.paces(member.endpoint.model)
+            learnt = [paces.of(ledger.engine_id) for ledger in member.ledgers]
+            if known := [one.token for one in learnt if one.known]:
+                pace.add_metric(key, fmean(known))
         yield from (blocks, expected, orphans, followed, held, pace)
 
     def describe(self) -> Iterator[Metric]:

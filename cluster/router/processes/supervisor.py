@@ -135,7 +135,7 @@ class RouterProcesses:
                 pause = _SHORTEST_PAUSE
 
     def _tell(self, snapshot: Snapshot) -> None:
-        slots = self._slots.update({endpoint.engine_id for endpoint in snapshot.endpoints})
+        slots = self._slots.update({name for endpoint in snapshot.endpoints for name in endpoint.rank_ids})
         self.table.assign(slots)
         told = {"snapshot": snapshot_to_dict(snapshot), "slots": slots}
         self._line = json.dumps(told).encode() + b"\n"
