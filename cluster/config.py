@@ -16,7 +16,10 @@ import yaml
 from . import checks
 from .admission.settings import AdmissionSettings
 from .engine import args as engine_args
+from .roles import check_roles, with_kv_role
 from .router.registry import DEFAULT_POLICY, known_policies
+from .router.settings import RouterSettings
+from .router.split.base import Role
 from .scaling import bounds as scaling
 from .tls import ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
@@ -38,6 +41,13 @@ class ModelConfig:
     chip: str = ""  # the chip its engines must run on, by CANN's name; any if empty
     rank_table: bool = False  # whether its workers are given HCCL's rank table as a file
     scaling: scaling.Bounds | None = None  # where the number of engines follows the load
+    role: str = "both"  # prefill | decode | both: which part of an answer its engines are for
+    serves: str = ""  # the name clients ask for, where another deployment of the same model has it
+
+    @property
+    def asked_for(self) -> str:
+        """The name clients ask for."""
+        return self.serves or self.name
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -74,6 +84,9 @@ class RouterConfig:
     access_log: bool = False
     otlp_endpoint: str | None = None  # http://HOST:4317 of a collector of traces
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    split_tokens: int = (
+        RouterSettings.split_tokens
+    )  # uncached ones from which on prefill engines compute a prompt
     host: str = LOOPBACK
     port: int = 50051
 
@@ -165,8 +178,8 @@ def from_yaml(path: Path, present: Mapping[str, Any] | None = None) -> FleetConf
     return from_dict(data, where=str(path))
 
 
-def from_dict(data: object, where: str = "fleet") -> FleetConfig:
-    """Check plain data and return the FleetConfig it describes.
+def from_dict(data: object, where: str = "fleet", *, part: bool = False) -> FleetConfig:
+    """Check plain data and return the FleetConfig it describes, or a ``part`` of one with some of its models.
 
     Raises:
         ValueError: naming the place, what was given and what is allowed.
@@ -181,6 +194,8 @@ def from_dict(data: object, where: str = "fleet") -> FleetConfig:
         if model.name in seen:
             raise ValueError(f"{where}.models: the name {model.name!r} is given twice")
         seen.add(model.name)
+    if not part:
+        check_roles(parsed, f"{where}.models")
     return FleetConfig(
         models=parsed,
         name=checks.name(top.get("name", FleetConfig.name), f"{where}.name"),
@@ -245,23 +260,22 @@ def _override_keys() -> list[str]:
 
 def _model(data: object, where: str) -> ModelConfig:
     known = [name for name in _names(ModelConfig) if name != "scaling"]
-    given = checks.mapping(data, where, [*known, "roles"])
-    if "roles" in given:
-        raise ValueError(
-            f"{where}.roles: separate prefill and decode engines are not served by this version; "
-            "leave roles out, then every engine does both"
-        )
+    given = checks.mapping(data, where, known)
     engines, bounds = given.get("engines", 1), None
     if isinstance(engines, Mapping):
         bounds = scaling.parse(engines, f"{where}.engines")
         engines = max(1, bounds.min)
     name = checks.name(given.get("name"), f"{where}.name")
+    role = checks.choice(given.get("role", ModelConfig.role), f"{where}.role", [str(one) for one in Role])
+    serves = checks.name(given["serves"], f"{where}.serves") if given.get("serves") else ""
     made = ModelConfig(
         name=name,
         source=checks.path(given.get("source"), f"{where}.source"),
         engines=checks.integer(engines, f"{where}.engines", 1, 4096),
         scaling=bounds,
-        engine=engine_args.check(given.get("engine", {}), f"{where}.engine"),
+        engine=with_kv_role(engine_args.check(given.get("engine", {}), f"{where}.engine"), role, where),
+        role=role,
+        serves="" if serves == name else serves,
         priority=checks.integer(given.get("priority", 0), f"{where}.priority", -1000, 1000),
         chip=checks.text(given["chip"], f"{where}.chip") if given.get("chip") else "",
         rank_table=checks.flag(given.get("rank_table", False), f"{where}.rank_table"),
@@ -290,6 +304,9 @@ def _router(data: object, where: str) -> RouterConfig:
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
         otlp_endpoint=checks.optional_text(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
         admission=_admission(given.get("admission", {}), f"{where}.admission"),
+        split_tokens=checks.integer(
+            given.get("split_tokens", RouterConfig.split_tokens), f"{where}.split_tokens", 1, 1 << 30
+        ),
         host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
     )

@@ -8,7 +8,7 @@ within one ``epoch`` (the life of one controller process), so a watcher that see
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -33,12 +33,19 @@ class EngineEndpoint:
     device: str = ""  # e.g. "npu Ascend910B3" or "virtual npu Ascend910B3"
     node_id: str = ""
     role: str = "both"  # prefill | decode | both
+    serves: str = ""  # the name clients ask for, where the model deployment has another one of its own
+    kv_connector: str = ""  # vLLM's, by which it hands prompts to another engine; "" without any
+    kv_engine_id: str = ""  # its name there
     npus: int = 1
     ranks: int = 1  # data-parallel ones: each takes requests of its own
     places: tuple[str, ...] = ()  # where its workers sit, by rank: NODE_ID:NUMBER
     ready_at: float = 0.0  # seconds since the epoch, 0 where nobody knows
     generation: str = ""  # engines of one model and generation are alike; a rolling update changes it
     labels: dict[str, str] = field(default_factory=dict)
+
+    def asked_for(self) -> EngineEndpoint:
+        """The same with the name that clients ask for as its model, which is all that routers want to know."""
+        return replace(self, model=self.serves, serves="") if self.serves else self
 
     @property
     def rank_ids(self) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class Frontend:
         self._gateway: Gateway = await bound(self._start_gateway, BIND_TIMEOUT_S)
         self._beats = asyncio.create_task(self._heartbeats(), name="front end heartbeats")
         for model in self.config.models:
-            if start.engines[model.name]:
+            if start.engines[model.name] and not model.serves:
                 await self._gateway.wait_ready(model.name)
 
     @property
@@ -80,7 +80,7 @@ class Frontend:
         one that is about to leave.
         """
         self._wish = Wish.from_dict(wish)
-        wanted = {model.name: model_spec(model) for model in self.config.models}
+        wanted = {model.name: model_spec(model) for model in self.config.models if not model.serves}
         for name in self._served.keys() - wanted.keys():
             self._gateway.retire_model(name)
             del self._served[name]
@@ -132,7 +132,7 @@ class Frontend:
             access_log=gateway.access_log,
             otlp_endpoint=gateway.otlp_endpoint,
         )
-        self._served = {model.name: model_spec(model) for model in self.config.models}
+        self._served = {model.name: model_spec(model) for model in self.config.models if not model.serves}
         return await serve_gateway(
             self._served.values(), self._router.picker, settings, metrics=self._metrics
         )

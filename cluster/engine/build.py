@@ -76,7 +76,7 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
     args = AsyncEngineArgs(
         **{**_engine_arguments(model), **_bound(model, plan)},
         model=model.source,
-        served_model_name=[model.name],
+        served_model_name=[model.asked_for],
         distributed_executor_backend=FleetExecutor,
         max_logprobs=MAX_LOGPROBS,
         kv_events_config=model.engine.get("kv_events_config") or _kv_events(model, plan),
@@ -95,7 +95,12 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
 def _engine_arguments(model: ModelConfig) -> dict[str, Any]:
     from .args import engine_part
 
-    return {name: value for name, value in engine_part(model.engine).items() if name != "kv_events_config"}
+    given = {name: value for name, value in engine_part(model.engine).items() if name != "kv_events_config"}
+    if transfer := given.get("kv_transfer_config"):
+        from vllm.config import KVTransferConfig
+
+        given["kv_transfer_config"] = KVTransferConfig(**transfer)
+    return given
 
 
 def _bound(model: ModelConfig, plan: Plan) -> dict[str, Any]:

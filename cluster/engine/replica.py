@@ -40,6 +40,7 @@ from .client import GOODBYE_TIMEOUT_S, ControllerClient
 from .load import LoadMeter
 from .series import EngineInfo
 from .start_watch import StartWatch
+from .transfers import transfers
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -69,7 +70,7 @@ class Engine:
         factory: Factory | None = None,
         secret: str = "",
     ) -> None:
-        config = from_dict(fleet)
+        config = from_dict(fleet, part=True)
         self.config = next(entry for entry in config.models if entry.name == model)
         self._healing = config.healing
         self._secret = fleet_secret(config.router.secret, secret)
@@ -138,6 +139,9 @@ class Engine:
             ready_at=time.time(),
             generation=self._generation,
             places=self._places,
+            role=self.config.role,
+            serves=self.config.serves,
+            **transfers(self._llm, host),
         )
         await self._controller.heartbeat(endpoint_to_dict(self._endpoint))
         await self._controller.report(Phase.READY, "", self._seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from ..router.picker import Lease, Picker, RequestInfo
 from ..router.prefix.prompt import Media, TokenPrompt
 from ..router.prefix.read import make
 from ..router.retry import RetryBudget, worth_retrying
+from ..router.split.requests import with_params
+from ..router.split.splitter import Handed
 from ..router.wire import with_rank
 from .engines import FeatureCache
 from .errors import DEADLINE, TENANT, TRACE, client_error, no_engine, stalled, too_late
@@ -46,6 +48,7 @@ class Job:
     heard_at: float = 0.0  # monotonic seconds of the last message, or of sending
     stalled_for: float | None = None  # set by the watch before it cancels the call
     tried: set[str] = field(default_factory=set)  # engine ids that failed this request
+    handed: Handed | None = None  # of its prompt, where that was computed on another engine
 
     @property
     def sent(self) -> int:
@@ -81,7 +84,13 @@ class Attempts:
         while True:
             try:
                 async with asyncio.timeout_at(self._loop_deadline()):
-                    lease = await self._picker.pick(self._info(job))
+                    if not job.tried:
+                        await self._split(job)
+                    lease = await self._picker.pick(job.handed.info if job.handed else self._info(job))
+            except VLLMValidationError as error:
+                return error
+            except grpc.aio.AioRpcError as error:
+                return client_error(error, job.sent)
             except TimeoutError:
                 return too_late(job.sent)
             except NoEngine as error:
@@ -136,8 +145,31 @@ class Attempts:
             tenant=TENANT.get(),
         )
 
+    async def _split(self, job: Job) -> None:
+        """Have the prompt computed elsewhere first, where the engines have roles and it is long enough."""
+
+        async def addressed(lease: Lease) -> tuple[pb.GenerateRequest, Sequence[tuple[str, str | bytes]]]:
+            message, metadata, _ = await self._addressed(job, lease)
+            return message, metadata
+
+        timeout = _seconds_left(self._settings.request_timeout)
+        job.handed = await self._picker.splitter.prefill(
+            self._info(job), job.outgoing.message, addressed, timeout
+        )
+
+    async def _addressed(
+        self, job: Job, lease: Lease
+    ) -> tuple[pb.GenerateRequest, Sequence[tuple[str, str | bytes]], bool]:
+        """The request as that engine understands it, its metadata, and whether the answer will tell ranks."""
+        if not job.outgoing.needs_features:
+            return job.outgoing.message, job.outgoing.trace or TRACE.get(), False
+        features = await self._features.of(lease.endpoint.engine_id, lease.channel)
+        message, metadata, ranked = job.outgoing.to_engine(features)
+        return message, metadata if job.outgoing.trace else (*TRACE.get(), *metadata), ranked
+
     def _note(self, job: Job, lease: Lease, what: str) -> None:
         job.tried.add(lease.endpoint.engine_id)
+        job.handed = None  # what comes next needs nobody else
         logger.warning(
             "engine %s (%s) failed request %s after %d tokens: %s",
             lease.endpoint.engine_id, lease.endpoint.address, job.request.request_id, job.tokens, what,
@@ -146,11 +178,8 @@ class Attempts:
     async def _stream(self, job: Job, lease: Lease) -> None:
         """One attempt on one engine. Raises ``AioRpcError``, or ``VLLMValidationError`` when the engine
         cannot take a field of the request."""
-        message, metadata, ranked = job.outgoing.message, job.outgoing.trace or TRACE.get(), False
-        if job.outgoing.needs_features:
-            features = await self._features.of(lease.endpoint.engine_id, lease.channel)
-            message, metadata, ranked = job.outgoing.to_engine(features)
-            metadata = metadata if job.outgoing.trace else (*TRACE.get(), *metadata)
+        message, metadata, ranked = await self._addressed(job, lease)
+        raw = with_rank(message.SerializeToString(), lease.rank)
         reader = ResponseReader(
             job.request, stream=message.stream, ranked=ranked, max_model_len=job.max_model_len
         )
@@ -169,7 +198,7 @@ class Attempts:
         job.heard_at = time.monotonic()
         job.call = call = lease.channel.listen(
             _GENERATE,
-            with_rank(message.SerializeToString(), lease.rank),
+            with_params(raw, job.handed.params) if job.handed else raw,
             on_message=take,
             metadata=metadata,
             timeout=_seconds_left(self._settings.request_timeout),

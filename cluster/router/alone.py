@@ -79,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DATA_PLANES,
         help="what clients connect to: our own gRPC server, or Envoy with our picker (default %(default)s)",
     )
+    parser.add_argument(
+        "--split-tokens",
+        type=int,
+        default=RouterSettings.split_tokens,
+        metavar="N",
+        help="uncached prompt tokens from which on a prefill engine computes a prompt (default %(default)s)",
+    )
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
     parser.add_argument(
         "--grace", type=float, default=30.0, help="seconds for running calls to end on SIGTERM"
@@ -188,6 +195,7 @@ async def serve(args: argparse.Namespace) -> None:
         transport=args.transport,
         tls=tls,
         admission=admission,
+        split_tokens=args.split_tokens,
         secret=read_secret(args.secret) if args.secret else None,
     )
     if args.envoy_config:
@@ -244,6 +252,7 @@ def setup_of(
         policy=args.policy,
         transport=args.transport,
         admission=admission,
+        split_tokens=args.split_tokens,
         access_log=args.access_log,
         otlp_endpoint=args.otlp_endpoint,
         keys=args.api_keys,

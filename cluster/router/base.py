@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 
 from npufleet.cluster.admission.tenants import ANYONE, Tenant
 from npufleet.cluster.router.prefix.prompt import Prompt
+from npufleet.cluster.router.split.base import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,8 @@ class RequestInfo:
     excluded: frozenset[str] = frozenset()  # engine ids that already failed this request
     prompt: Prompt | None = None  # its prefix blocks, where the token ids are known
     tenant: Tenant = ANYONE  # who sent it
+    stage: Stage = Stage.WHOLE  # what of it an engine is wanted for
+    admitted: bool = False  # admission has let it in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

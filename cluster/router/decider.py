@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from npufleet.cluster.router.base import ASSUMED, EngineLoad, Policy, PrefixView, RequestInfo, decide
 from npufleet.cluster.router.ledger import Ledger
@@ -19,6 +20,7 @@ from npufleet.cluster.router.prefix.base import PrefixSource, Some
 from npufleet.cluster.router.prefix.guess import PrefixGuess
 from npufleet.cluster.router.prefix.index import PrefixIndex
 from npufleet.cluster.router.sessions import Sessions
+from npufleet.cluster.router.split.base import Stage
 
 UNKNOWN_PROMPT_TOKENS = 1024  # what a prompt of unknown length counts for
 
@@ -36,7 +38,7 @@ class _Model:
     prefix: PrefixSource | None
     paces: PaceBook
     sessions: Sessions
-    tickets: int = 0
+    tickets: Counter[Stage] = field(default_factory=Counter)  # each stage has engines and a turn of its own
 
 
 class Claim:
@@ -138,8 +140,8 @@ class Decider:
         """
         known = self._model(model)
         loads = self.look(model, info, ledgers, ttl)
-        ticket = known.tickets
-        known.tickets += 1
+        ticket = known.tickets[info.stage]
+        known.tickets[info.stage] += 1
         chosen = decide(self.policy, info, loads, ticket)
         ledger = next(ledger for ledger in ledgers if ledger.engine_id == chosen.engine_id)
         if self.policy.sessions and info.session:
@@ -155,7 +157,7 @@ class Decider:
         keeps all of them from taking the same engine at once: each looks at as many as are its share.
         """
         known, policy = self._model(model), self.policy
-        some = self._some(known.tickets, ledgers) if known.prefix is not None else None
+        some = self._some(known.tickets[info.stage], ledgers) if known.prefix is not None else None
         cached = known.prefix.match(info.prompt, some) if known.prefix is not None and info.prompt else {}
         if some is not None:
             ledgers = [one for one in ledgers if one.engine_id in cached or one.engine_id in some.also]

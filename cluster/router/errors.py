@@ -53,6 +53,11 @@ class NoEngine(Exception):
         self.retry_after = retry_after
 
     @property
+    def refused(self) -> bool:
+        """Admission turned the request away."""
+        return self.reason in (NoEngineReason.OVERLOADED, NoEngineReason.RATE_LIMITED)
+
+    @property
     def code(self) -> grpc.StatusCode:
         """The gRPC status that tells a client the same."""
         return _NO_ENGINE_CODES[self.reason]

@@ -71,6 +71,7 @@ async def start_router(
     settings = RouterSettings(
         transport=config.transport,
         admission=config.admission,
+        split_tokens=config.split_tokens,
         access_log=config.access_log,
         otlp_endpoint=config.otlp_endpoint,
         secret=None if config.secret is None else read_secret(config.secret),
@@ -121,6 +122,7 @@ def _setup(config: RouterConfig, keys: str | None) -> Setup:
         policy=config.policy,
         transport=config.transport,
         admission=config.admission,
+        split_tokens=config.split_tokens,
         access_log=config.access_log,
         otlp_endpoint=config.otlp_endpoint,
         keys=keys,

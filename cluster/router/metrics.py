@@ -88,6 +88,13 @@ class RouterMetrics:
             ["model", "reason"],
             registry=registry,
         )
+        self.splits = Counter(
+            f"{prefix}_splits",
+            "Requests of models with prefill engines, by what became of their prompts: split, short, failed,"
+            " no_prefill_engine.",
+            ["model", "outcome"],
+            registry=registry,
+        )
         self.tenant_tokens = Counter(
             f"{prefix}_tenant_tokens",
             "Tokens of answers, by the tenant of the API key.",
@@ -147,6 +154,10 @@ class RouterMetrics:
     def on_refused(self, model: str, reason: NoEngineReason) -> None:
         """Count a request that was turned away."""
         self.refused.labels(model, reason.value).inc()
+
+    def on_split(self, model: str, outcome: str) -> None:
+        """Count a request that was, or was not, split."""
+        self.splits.labels(model, outcome).inc()
 
     def on_state(self, member: Member, old: MemberState, reason: str) -> None:
         """Count an engine that became unusable."""

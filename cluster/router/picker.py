@@ -20,9 +20,9 @@ from npufleet.cluster.router.base import EngineLoad, Policy, RequestInfo
 from npufleet.cluster.router.decider import Claim, Decider
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.events import EventFollowers
-from npufleet.cluster.router.ledger import Ledger
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.pool import EnginePool
+from npufleet.cluster.router.split.splitter import Splitter
 from npufleet.cluster.transport.base import EngineChannel
 
 _COMPARED = 8  # engines that are compared for a retry
@@ -102,13 +102,17 @@ class Picker:
         policy: Policy,
         admission: AdmissionSettings | None = None,
         on_refused: Callable[[str, NoEngineReason], None] = lambda model, reason: None,
+        on_split: Callable[[str, str], None] = lambda model, outcome: None,
     ) -> None:
-        """``on_refused(model, reason)`` is told of each request that admission turns away."""
+        """``on_refused(model, reason)`` is told of each request that admission turns away, ``on_split(model, outcome)``
+        of each of a model with prefill engines.
+        """
         self._pool = pool
         self._admission = admission or AdmissionSettings()
         self._decider = Decider(policy, learns=self._admission.ttft_objective > 0)
         self._events = EventFollowers(pool, self._decider)
         self.gate = Gate(self._admission, self, on_refused)
+        self.splitter = Splitter(self, pool.settings.split_tokens, on_split)
         pool.listen(self.gate.freed_all)
 
     @property
@@ -138,9 +142,9 @@ class Picker:
     async def pick(self, info: RequestInfo) -> Lease:
         """Lease the best engine for ``info``, once admission lets it in. Raises :class:`NoEngine`."""
         model = self._pool.resolve(info.model)
-        if not info.excluded:  # a retry was let in before
+        if not (info.excluded or info.admitted):  # a retry was let in before
             await self.gate.enter(model, info)
-        members = self._pool.pickable(model)
+        members = self._pool.fit(model, info.stage)
         if not members:
             raise self._pool.not_ready(model)
         candidates = [member for member in members if member.engine_id not in info.excluded]
@@ -160,19 +164,20 @@ class Picker:
 
     def room(self, model: str, slots: int) -> int:
         """How many more requests the ready engines of ``model`` take, ``slots`` on each rank; -1 without any."""
-        ledgers = self._ledgers(model)
+        ledgers = [ledger for member in self._pool.pickable(model) for ledger in member.ledgers]
         return sum(max(0, slots - ledger.in_flight) for ledger in ledgers) if ledgers else -1
 
     def look(self, model: str, info: RequestInfo) -> Sequence[EngineLoad]:
         """The loads of the ready engines of ``model``, as ``info`` would find them."""
-        return self._decider.look(model, info, self._ledgers(model), self._pool.settings.load_ttl)
+        ledgers = [ledger for member in self._pool.fit(model, info.stage) for ledger in member.ledgers]
+        return self._decider.look(model, info, ledgers, self._pool.settings.load_ttl)
 
     def alternates(self, info: RequestInfo, lease: Lease, most: int) -> list[EngineEndpoint]:
         """Up to ``most`` other engines where a retry of ``info`` may go that does not come back to this picker,
         best first. Nothing is counted for them, and of many engines only a few are compared.
         """
         taken = info.excluded | {lease.endpoint.engine_id}
-        members = [m for m in self._pool.pickable(lease.endpoint.model) if m.engine_id not in taken]
+        members = [m for m in self._pool.fit(lease.endpoint.model, info.stage) if m.engine_id not in taken]
         if len(members) > _COMPARED:
             members = random.sample(members, _COMPARED)
         ledgers = [ledger for member in members for ledger in member.ledgers]
@@ -181,7 +186,3 @@ class Picker:
         last = max(costs.values(), default=0.0)
         members.sort(key=lambda m: min(costs.get(ledger.engine_id, last) for ledger in m.ledgers))
         return [member.endpoint for member in members[:most]]
-
-    def _ledgers(self, model: str) -> list[Ledger]:
-        """Those of all ranks of the ready engines of ``model``."""
-        return [ledger for member in self._pool.pickable(model) for ledger in member.ledgers]

@@ -12,6 +12,8 @@ from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.ledger import Peers
 from npufleet.cluster.router.member import Member, MemberState
 from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.split.base import Role, Stage
+from npufleet.cluster.router.split.roles import fit_for
 from npufleet.cluster.router.watch import follow
 
 
@@ -59,6 +61,7 @@ class EnginePool:
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._by_model: dict[str, list[Member]] = {}
+        self._split: frozenset[str] = frozenset()  # models with engines of several roles
         self._seen: dict[str, float] = {}  # model -> when it last had an endpoint
         self._version: tuple[str, int] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -108,6 +111,15 @@ class EnginePool:
     def pickable(self, model: str) -> list[Member]:
         """The engines of ``model`` that may take a request now, in the order of their ids."""
         return [member for member in self._by_model.get(model, ()) if member.pickable]
+
+    def splits(self, model: str) -> bool:
+        """Whether the engines of ``model`` have roles."""
+        return model in self._split
+
+    def fit(self, model: str, stage: Stage) -> list[Member]:
+        """Those of :meth:`pickable` that ``stage`` of a request may go to."""
+        members = self.pickable(model)
+        return fit_for(stage, members, _role_of) if model in self._split else members
 
     def models(self) -> dict[str, int]:
         """Known model deployments with their number of engines that may take a request now."""
@@ -159,7 +171,7 @@ class EnginePool:
             if snapshot.epoch == epoch and snapshot.version <= version:
                 return
         self._version = (snapshot.epoch, snapshot.version)
-        wanted = {endpoint.engine_id: endpoint for endpoint in snapshot.endpoints}
+        wanted = {endpoint.engine_id: endpoint.asked_for() for endpoint in snapshot.endpoints}
         for engine_id, member in list(self._members.items()):
             endpoint = wanted.get(engine_id)
             if endpoint is None or _moved(member.endpoint, endpoint):
@@ -181,6 +193,9 @@ class EnginePool:
         for model in (*self._by_model, *by_model):
             self._seen[model] = now
         self._by_model = by_model
+        self._split = frozenset(
+            m for m, some in by_model.items() if any(_role_of(e) != Role.BOTH for e in some)
+        )
         self._tell()
 
     def _let_go(self, member: Member) -> None:
@@ -203,6 +218,10 @@ class EnginePool:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _role_of(member: Member) -> str:
+    return member.endpoint.role
 
 
 def _moved(old: EngineEndpoint, new: EngineEndpoint) -> bool:

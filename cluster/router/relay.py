@@ -9,17 +9,21 @@ from typing import Any
 
 import grpc
 
-from npufleet.cluster.router.call import Call, CallError
+from npufleet.cluster.router.call import Call, CallError, Metadata
 from npufleet.cluster.router.errors import BROKE, LOST
 from npufleet.cluster.router.metrics import RouterMetrics
 from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
 from npufleet.cluster.router.requests import LiveRequest, LiveRequests
 from npufleet.cluster.router.retry import RetryBudget, worth_retrying
 from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.split.base import Params
+from npufleet.cluster.router.split.requests import with_params
 from npufleet.cluster.router.wire import (
     ENGINE_KEY,
     answered_tokens,
+    parse,
     path,
+    pb,
     read_head,
     with_rank,
     with_request_id,
@@ -38,6 +42,7 @@ class _Job:
     info: RequestInfo
     live: LiveRequest
     arrived: float  # perf_counter seconds
+    params: Params | None = None  # of the hand-over of its prompt, once that has been computed elsewhere
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,7 +105,9 @@ class Relay:
             return await answer(job)
 
     async def _generate(self, job: _Job) -> None:
-        opened = await self._open(job, _read_first)
+        whole = job.info
+        await self._split(job)
+        opened = await self._open(job, _read_first, whole)
         lease, rpc, context = opened.lease, opened.rpc, job.call.context
         code, sent, message = _CANCELLED, 0, b""
         try:
@@ -132,13 +139,32 @@ class Relay:
             self._metrics.tenant_tokens.labels(job.info.tenant.name).inc(tokens)
 
     async def _embed(self, job: _Job) -> bytes:
-        opened = await self._open(job, _read_only)
+        opened = await self._open(job, _read_only, job.info)
         job.call.context.set_trailing_metadata(((ENGINE_KEY, opened.lease.endpoint.engine_id),))
         opened.lease.release()
         return opened.first
 
-    async def _open(self, job: _Job, wait: Callable[[Any], Awaitable[Any]]) -> _Opened:
-        """Dispatch until an engine answers; raises CallError or NoEngine."""
+    async def _split(self, job: _Job) -> None:
+        """Have the prompt computed elsewhere first, where the engines have roles and it is long enough."""
+        if not self._picker.pool.splits(job.info.model):
+            return
+        request = parse(pb.GenerateRequest, job.raw)
+
+        async def addressed(lease: Lease) -> tuple[pb.GenerateRequest, Metadata]:
+            return request, job.call.forwarded()
+
+        timeout = job.call.remaining(self._settings.request_timeout)
+        try:
+            handed = await self._picker.splitter.prefill(job.info, request, addressed, timeout)
+        except grpc.aio.AioRpcError as error:
+            raise CallError(error.code(), error.details() or error.code().name) from error
+        if handed is not None:
+            job.params, job.info = handed.params, handed.info
+
+    async def _open(self, job: _Job, wait: Callable[[Any], Awaitable[Any]], whole: RequestInfo) -> _Opened:
+        """Dispatch until an engine answers; raises CallError or NoEngine. A retry is for ``whole``, so that it needs
+        nobody else.
+        """
         attempts = 0
         while True:
             lease = await self._pick(job, attempts)
@@ -153,7 +179,8 @@ class Relay:
                 code = error.code()
                 attempts += 1
                 job.live.lease = None
-                job.info = replace(job.info, excluded=job.info.excluded | {lease.endpoint.engine_id})
+                job.info = replace(whole, excluded=job.info.excluded | {lease.endpoint.engine_id})
+                job.params = None
                 if not self._again(job, code, attempts):
                     raise self._failed(error, lease) from error
             finally:
@@ -177,7 +204,7 @@ class Relay:
     def _dispatch(self, job: _Job, lease: Lease) -> Any:
         kind = lease.channel.unary_stream if job.method == "Generate" else lease.channel.unary_unary
         timeout = job.call.remaining(self._settings.request_timeout)
-        raw = with_rank(job.raw, lease.rank) if job.method == "Generate" else job.raw
+        raw = with_params(with_rank(job.raw, lease.rank), job.params) if job.method == "Generate" else job.raw
         return kind(path(job.method))(raw, timeout=timeout, metadata=tuple(job.call.forwarded()))
 
     def _again(self, job: _Job, code: grpc.StatusCode, attempts: int) -> bool:

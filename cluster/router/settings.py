@@ -48,6 +48,7 @@ class RouterSettings:
     max_request_bytes: int = 64 * _MIB
     max_metadata_bytes: int = METADATA_LIMIT
     max_streams: int = 8192  # concurrent calls; more are refused with RESOURCE_EXHAUSTED
+    split_tokens: int = 512  # uncached prompt tokens from which on a prefill engine computes a prompt
     # Telling
     access_log: bool = False  # a line per call on the logger npufleet.access
     otlp_endpoint: str | None = (

@@ -117,17 +117,18 @@ def with_request_id(raw: bytes, request_id: str) -> bytes:
     Wins"), so the new id is appended and nothing is decoded or copied field by field.
     """
     value = request_id.encode()
-    return b"".join((raw, _REQUEST_ID_TAG, _varint(len(value)), value))
+    return b"".join((raw, _REQUEST_ID_TAG, varint(len(value)), value))
 
 
 def with_rank(raw: bytes, rank: int | None) -> bytes:
     """``raw``, a Generate request, for data-parallel rank ``rank`` of its engine, whatever it named itself; None: it
     stays as it is.
     """
-    return raw if rank is None else b"".join((raw, _RANK_TAG, _varint(rank)))
+    return raw if rank is None else b"".join((raw, _RANK_TAG, varint(rank)))
 
 
-def _varint(number: int) -> bytes:
+def varint(number: int) -> bytes:
+    """``number``, not negative, as Protocol Buffers write it."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)

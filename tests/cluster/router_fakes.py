@@ -7,6 +7,7 @@ well again.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -44,6 +45,8 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
     healthy: bool = True
     loads: list[pb.SchedulerLoad] = field(default_factory=list)
     ranks: int = 1
+    role: str = "both"
+    connector: str = ""  # of KV transfers; with it a request for one token tells where its blocks are
     events: asyncio.Queue[common_pb2.KvEventBatch] | None = (
         None  # what SubscribeKvEvents says, in place of a number
     )
@@ -109,6 +112,10 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         finally:
             self.running.discard(me)
         done = pb.GenerateComplete(finish_reason="length", completion_tokens=count)
+        if self.connector == "NixlConnector" and "do_remote_decode" in request.kv_transfer_params_json:
+            done.kv_transfer_params_json = json.dumps(
+                {"do_remote_prefill": True, "remote_engine_id": self.name}
+            )
         context.set_trailing_metadata((("x-fake-done", str(count)),))
         yield pb.GenerateResponse(complete=done)
 
@@ -185,6 +192,9 @@ def endpoint(
         metrics_url="",
         state=state,
         ranks=engine.ranks,
+        role=engine.role,
+        kv_connector=engine.connector,
+        kv_engine_id=f"kv-{engine.name}" if engine.connector else "",
     )
 
 

@@ -57,7 +57,17 @@ def test_plain_data_reads_back_equal() -> None:
         (model(source="/a\nb"), "expected the folder of a checkpoint"),
         (model(engines={"min": 3, "max": 2}), "min is 3, above max"),
         (model(engines={"least": 3, "max": 2}), "unknown key 'least'"),
-        (model(roles={"prefill": 1}), "separate prefill and decode engines"),
+        (model(role="prefil"), "did you mean 'prefill'?"),
+        (model(role="prefill"), "must be a mapping that names a kv_connector"),
+        (
+            model(role="decode", engine={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}),
+            "cannot hand prompts over by 'OffloadingConnector'",
+        ),
+        (
+            model(role="prefill", engine={"kv_transfer_config": {"kv_connector": "NixlConnector"}}),
+            "has prefill engines only",
+        ),
+        (model(serves="other"), "serves 'other', which is no deployment of its own"),
         (model(engine={"tensor_paralel_size": 2}), "did you mean 'tensor_parallel_size'?"),
         (model(engine={"tensor_parallel_size": 0}), "expected an integer from 1 to 1024, got 0"),
         (model(engine={"data_parallel_size": 0}), "data_parallel_size: expected an integer from 1 to 1024"),

@@ -68,6 +68,7 @@ async def serve(metrics_socket: Path) -> None:
             transport=setup.transport,
             tls=setup.engine_tls,
             admission=setup.admission,
+            split_tokens=setup.split_tokens,
             access_log=setup.access_log,
             otlp_endpoint=setup.otlp_endpoint,
             secret=read_secret(setup.secret) if setup.secret else None,

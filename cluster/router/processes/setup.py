@@ -9,6 +9,7 @@ from typing import Any
 
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.router.registry import DEFAULT_POLICY
+from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT
@@ -23,6 +24,7 @@ class Setup:
     policy: str = DEFAULT_POLICY
     transport: str = DEFAULT_TRANSPORT
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    split_tokens: int = RouterSettings.split_tokens
     keys: str | None = None  # file of API keys
     secret: str | None = None  # file of the fleet's secret
     tls: ServerTls | None = None

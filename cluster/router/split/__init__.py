@@ -1,0 +1,1 @@
+"""Prompts computed on one engine and answered by another: prefill/decode disaggregation."""
