@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -17,6 +17,7 @@ from . import checks
 from .admission.settings import AdmissionSettings
 from .engine import args as engine_args
 from .roles import check_roles, with_kv_role
+from .router.hedge import HedgeSettings
 from .router.registry import DEFAULT_POLICY, known_policies
 from .router.settings import RouterSettings
 from .router.split.base import Role
@@ -27,6 +28,8 @@ from .transport.registry import DEFAULT_TRANSPORT, known_transports
 DEVICES = ("npu", "virtual")
 DATA_PLANES = ("grpcio", "envoy")
 LOOPBACK = "127.0.0.1"
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,7 @@ class RouterConfig:
     access_log: bool = False
     otlp_endpoint: str | None = None  # http://HOST:4317 of a collector of traces
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    hedging: HedgeSettings = field(default_factory=HedgeSettings)
     split_tokens: int = (
         RouterSettings.split_tokens
     )  # uncached ones from which on prefill engines compute a prompt
@@ -303,7 +307,8 @@ def _router(data: object, where: str) -> RouterConfig:
         tls=_tls(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
         otlp_endpoint=checks.optional_text(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
-        admission=_admission(given.get("admission", {}), f"{where}.admission"),
+        admission=_settings(AdmissionSettings, given.get("admission", {}), f"{where}.admission"),
+        hedging=_settings(HedgeSettings, given.get("hedging", {}), f"{where}.hedging"),
         split_tokens=checks.integer(
             given.get("split_tokens", RouterConfig.split_tokens), f"{where}.split_tokens", 1, 1 << 30
         ),
@@ -335,10 +340,10 @@ def _tls(data: object, where: str) -> ServerTls | None:
     )
 
 
-def _admission(data: object, where: str) -> AdmissionSettings:
-    given = checks.mapping(data, where, _names(AdmissionSettings))
+def _settings(kind: type[S], data: object, where: str) -> S:
+    given = checks.mapping(data, where, _names(kind))
     try:
-        return AdmissionSettings(**given)
+        return kind(**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 

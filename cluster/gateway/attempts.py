@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,17 +43,29 @@ class Job:
     whole: bool  # the client gets the answer in one piece, so nothing is sent before the end
     max_model_len: int
     task: asyncio.Task[None] | None = None
-    call: Any = None  # the running gRPC call
+    calls: set[Any] = field(default_factory=set)  # the running gRPC calls
     tokens: int = 0  # read in this attempt
     heard_at: float = 0.0  # monotonic seconds of the last message, or of sending
     stalled_for: float | None = None  # set by the watch before it cancels the call
     tried: set[str] = field(default_factory=set)  # engine ids that failed this request
+    answered_by: Lease | None = None  # whose answer, in one piece, has come
     handed: Handed | None = None  # of its prompt, where that was computed on another engine
 
     @property
     def sent(self) -> int:
         """Tokens that the client may already have."""
         return 0 if self.whole else self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """An engine's whole answer."""
+
+    lease: Lease
+
+    def drop(self) -> None:
+        """Another engine was faster."""
+        self.lease.release(grpc.StatusCode.CANCELLED)
 
 
 class Attempts:
@@ -103,7 +115,7 @@ class Attempts:
                 job.tokens = 0
             code = grpc.StatusCode.CANCELLED
             try:
-                await self._stream(job, lease)
+                lease = await self._hedged(job, lease)
                 code = grpc.StatusCode.OK
                 return None
             except VLLMValidationError as error:
@@ -119,7 +131,6 @@ class Attempts:
                 self._note(job, lease, f"silent for {job.stalled_for:.0f} s")
                 return stalled(job.stalled_for, job.sent)
             finally:
-                job.call = None
                 lease.release(code, job.tokens)
                 self._metrics.attempts.labels(self._model, code.name).inc()
             may_retry = worth_retrying(code, len(job.tried), self._settings.max_attempts)
@@ -157,6 +168,40 @@ class Attempts:
             self._info(job), job.outgoing.message, addressed, timeout
         )
 
+    async def _hedged(self, job: Job, lease: Lease) -> Lease:
+        """One attempt, with a second engine for a short request that takes long. Returns the lease of the engine that
+        answered; the other one's is given back.
+        """
+        hedges, prompt = self._picker.hedges, len(job.request.prompt_token_ids or ())
+        settings = hedges.settings
+        if not settings.max_tokens or job.handed or not settings.wanted(job.outgoing.message, prompt):
+            await self._stream(job, lease)
+            return lease
+
+        async def attempt(one: Lease) -> _Answered:
+            code = grpc.StatusCode.CANCELLED
+            try:
+                await self._stream(job, one)
+                code = grpc.StatusCode.OK
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+                raise
+            finally:
+                if one is not lease and code is not grpc.StatusCode.OK:
+                    one.release(code)
+            return _Answered(one)
+
+        async def second() -> Awaitable[_Answered] | None:
+            other = await self._picker.second(self._info(job), lease)
+            return None if other is None else attempt(other)
+
+        begun = time.monotonic()
+        answered = await hedges.run(self._model, attempt(lease), hedges.delay(self._model), second)
+        hedges.learn(self._model, time.monotonic() - begun)
+        if answered.lease is not lease:
+            lease.release(grpc.StatusCode.CANCELLED)
+        return answered.lease
+
     async def _addressed(
         self, job: Job, lease: Lease
     ) -> tuple[pb.GenerateRequest, Sequence[tuple[str, str | bytes]], bool]:
@@ -187,6 +232,10 @@ class Attempts:
 
         def take(raw: bytes) -> None:
             nonlocal done
+            if job.answered_by not in (None, lease):
+                return  # another engine was faster
+            if not message.stream:
+                job.answered_by = lease
             job.heard_at = time.monotonic()
             lease.heard()
             done = reader.feed(pb.GenerateResponse.FromString(raw), self._emit())
@@ -196,16 +245,18 @@ class Attempts:
             job.tokens = reader.tokens
 
         job.heard_at = time.monotonic()
-        job.call = call = lease.channel.listen(
+        call = lease.channel.listen(
             _GENERATE,
             with_params(raw, job.handed.params) if job.handed else raw,
             on_message=take,
             metadata=metadata,
             timeout=_seconds_left(self._settings.request_timeout),
         )
+        job.calls.add(call)
         try:
             await call
         finally:
+            job.calls.discard(call)
             call.cancel()
         if done:
             return

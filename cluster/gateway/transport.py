@@ -175,9 +175,10 @@ class GrpcEngineCore:
             now = time.monotonic()
             for job in list(self._jobs.values()):
                 limit = self._limit(job)
-                if job.call is not None and now - job.heard_at > limit:
+                if job.calls and now - job.heard_at > limit:
                     job.stalled_for = limit
-                    job.call.cancel()
+                    for call in job.calls:
+                        call.cancel()
 
     def _limit(self, job: Job) -> float:
         if not job.outgoing.message.stream:

@@ -19,6 +19,7 @@ from npufleet.cluster.router.command import add_engines, stop_asked
 from npufleet.cluster.router.discovery import kubernetes
 from npufleet.cluster.router.envoy import command as envoy
 from npufleet.cluster.router.envoy.server import serve_endpoint_picker
+from npufleet.cluster.router.hedge import HedgeSettings
 from npufleet.cluster.router.lookaside.tokens import read_secret
 from npufleet.cluster.router.pool import StaticSource
 from npufleet.cluster.router.processes.exporter import on_port
@@ -85,6 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=RouterSettings.split_tokens,
         metavar="N",
         help="uncached prompt tokens from which on a prefill engine computes a prompt (default %(default)s)",
+    )
+    parser.add_argument(
+        "--hedge-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ask a second engine for slow answers without a stream of at most so many tokens (default: never)",
     )
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
     parser.add_argument(
@@ -196,6 +204,7 @@ async def serve(args: argparse.Namespace) -> None:
         tls=tls,
         admission=admission,
         split_tokens=args.split_tokens,
+        hedging=HedgeSettings(max_tokens=args.hedge_tokens),
         secret=read_secret(args.secret) if args.secret else None,
     )
     if args.envoy_config:
@@ -253,6 +262,7 @@ def setup_of(
         transport=args.transport,
         admission=admission,
         split_tokens=args.split_tokens,
+        hedging=HedgeSettings(max_tokens=args.hedge_tokens),
         access_log=args.access_log,
         otlp_endpoint=args.otlp_endpoint,
         keys=args.api_keys,

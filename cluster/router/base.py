@@ -122,6 +122,10 @@ class Policy(ABC):
     def score(self, request: RequestInfo, engine: EngineLoad) -> float:
         """The cost of sending ``request`` to ``engine``: finite, lower is better."""
 
+    def scores(self, request: RequestInfo, engines: Sequence[EngineLoad]) -> list[float]:
+        """The score of each of ``engines``; for a policy to which it matters how all of them are."""
+        return [self.score(request, engine) for engine in engines]
+
     def choose(self, engines: Sequence[EngineLoad], scores: Sequence[float], ticket: int) -> int:
         """The index of the engine to use: a cheapest one, and among equals the ``ticket``-th in turn.
 
@@ -136,5 +140,4 @@ def decide(policy: Policy, request: RequestInfo, engines: Sequence[EngineLoad], 
     """Run filter, score and choose over ``engines`` (at least one, in a stable order)."""
     assert engines, "decide() needs a candidate; having none is the picker's error to report"
     kept = policy.filter(request, engines) or engines
-    scores = [policy.score(request, engine) for engine in kept]
-    return kept[policy.choose(kept, scores, ticket)]
+    return kept[policy.choose(kept, policy.scores(request, kept), ticket)]

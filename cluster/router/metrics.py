@@ -95,6 +95,12 @@ class RouterMetrics:
             ["model", "outcome"],
             registry=registry,
         )
+        self.hedges = Counter(
+            f"{prefix}_hedges",
+            "Short requests for which a second engine was asked, or would have been: won, lost, over_budget.",
+            ["model", "outcome"],
+            registry=registry,
+        )
         self.tenant_tokens = Counter(
             f"{prefix}_tenant_tokens",
             "Tokens of answers, by the tenant of the API key.",
@@ -158,6 +164,10 @@ class RouterMetrics:
     def on_split(self, model: str, outcome: str) -> None:
         """Count a request that was, or was not, split."""
         self.splits.labels(model, outcome).inc()
+
+    def on_hedge(self, model: str, outcome: str) -> None:
+        """Count a hedge."""
+        self.hedges.labels(model, outcome).inc()
 
     def on_state(self, member: Member, old: MemberState, reason: str) -> None:
         """Count an engine that became unusable."""

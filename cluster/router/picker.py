@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import grpc
@@ -20,6 +21,7 @@ from npufleet.cluster.router.base import EngineLoad, Policy, RequestInfo
 from npufleet.cluster.router.decider import Claim, Decider
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.events import EventFollowers
+from npufleet.cluster.router.hedge import Hedges
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.pool import EnginePool
 from npufleet.cluster.router.split.splitter import Splitter
@@ -103,9 +105,10 @@ class Picker:
         admission: AdmissionSettings | None = None,
         on_refused: Callable[[str, NoEngineReason], None] = lambda model, reason: None,
         on_split: Callable[[str, str], None] = lambda model, outcome: None,
+        on_hedge: Callable[[str, str], None] = lambda model, outcome: None,
     ) -> None:
         """``on_refused(model, reason)`` is told of each request that admission turns away, ``on_split(model, outcome)``
-        of each of a model with prefill engines.
+        of each of a model with prefill engines, ``on_hedge(model, outcome)`` of each hedge.
         """
         self._pool = pool
         self._admission = admission or AdmissionSettings()
@@ -113,6 +116,7 @@ class Picker:
         self._events = EventFollowers(pool, self._decider)
         self.gate = Gate(self._admission, self, on_refused)
         self.splitter = Splitter(self, pool.settings.split_tokens, on_split)
+        self.hedges = Hedges(pool.settings.hedging, on_hedge)
         pool.listen(self.gate.freed_all)
 
     @property
@@ -161,6 +165,14 @@ class Picker:
         member = next(member for member in candidates if claim.ledger in member.ledgers)
         self._pool.on_pick(member)
         return Lease(member, claim, self.gate, info.tenant)
+
+    async def second(self, info: RequestInfo, lease: Lease) -> Lease | None:
+        """Lease another engine for a request that is on the one of ``lease``; None where there is none with room."""
+        excluded = info.excluded | {lease.endpoint.engine_id}
+        try:
+            return await self.pick(replace(info, excluded=excluded))
+        except NoEngine:
+            return None
 
     def room(self, model: str, slots: int) -> int:
         """How many more requests the ready engines of ``model`` take, ``slots`` on each rank; -1 without any."""

@@ -53,6 +53,11 @@ class _Opened:
     rpc: Any  # grpc.aio.UnaryStreamCall or UnaryUnaryCall of raw bytes
     first: Any
 
+    def drop(self) -> None:
+        """Another engine was faster."""
+        self.rpc.cancel()
+        self.lease.release(_CANCELLED)
+
 
 class Relay:
     """The two calls that cost an engine work."""
@@ -170,11 +175,8 @@ class Relay:
             lease = await self._pick(job, attempts)
             job.live.lease = lease
             job.call.seen["engine"], job.call.seen["attempts"] = lease.endpoint.engine_id, attempts + 1
-            rpc, code = None, _CANCELLED  # so it stays where neither an answer nor a status ends the attempt
             try:
-                rpc = self._dispatch(job, lease)
-                first = await wait(rpc)
-                code = grpc.StatusCode.OK
+                opened = await self._hedged(job, lease, wait)
             except grpc.aio.AioRpcError as error:
                 code = error.code()
                 attempts += 1
@@ -183,15 +185,47 @@ class Relay:
                 job.params = None
                 if not self._again(job, code, attempts):
                     raise self._failed(error, lease) from error
-            finally:
-                if code is not grpc.StatusCode.OK:
-                    if rpc is not None:
-                        rpc.cancel()
-                    lease.release(code)
-            if code is grpc.StatusCode.OK:
-                lease.started()
+            else:
+                opened.lease.started()
                 self._budget.succeeded()
-                return _Opened(lease=lease, rpc=rpc, first=first)
+                return opened
+
+    async def _try(self, job: _Job, lease: Lease, wait: Callable[[Any], Awaitable[Any]]) -> _Opened:
+        """One attempt on one engine; where it fails its lease is given back."""
+        rpc, code = None, _CANCELLED  # so it stays where neither an answer nor a status ends the attempt
+        try:
+            rpc = self._dispatch(job, lease)
+            first = await wait(rpc)
+            code = grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            raise
+        finally:
+            if code is not grpc.StatusCode.OK:
+                if rpc is not None:
+                    rpc.cancel()
+                lease.release(code)
+        return _Opened(lease=lease, rpc=rpc, first=first)
+
+    async def _hedged(self, job: _Job, lease: Lease, wait: Callable[[Any], Awaitable[Any]]) -> _Opened:
+        """As :meth:`_try`, with a second engine for a short request that takes long."""
+        hedges, model = self._picker.hedges, job.info.model
+        settings = hedges.settings
+        if not settings.max_tokens or job.method != "Generate" or job.params is not None:
+            return await self._try(job, lease, wait)
+        if not settings.wanted(parse(pb.GenerateRequest, job.raw), job.info.prompt_tokens):
+            return await self._try(job, lease, wait)
+
+        async def second() -> Awaitable[_Opened] | None:
+            other = await self._picker.second(job.info, lease)
+            return None if other is None else self._try(job, other, wait)
+
+        begun, delay = time.perf_counter(), hedges.delay(model)
+        opened = await hedges.run(model, self._try(job, lease, wait), delay, second)
+        hedges.learn(model, time.perf_counter() - begun)
+        job.live.lease = opened.lease
+        job.call.seen["engine"] = opened.lease.endpoint.engine_id
+        return opened
 
     async def _pick(self, job: _Job, attempts: int) -> Lease:
         if job.live.aborted:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.proto.extension import METADATA_LIMIT
+from npufleet.cluster.router.hedge import HedgeSettings
 from npufleet.cluster.transport.base import LinkSettings, Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, check_transport
 
@@ -49,6 +50,7 @@ class RouterSettings:
     max_metadata_bytes: int = METADATA_LIMIT
     max_streams: int = 8192  # concurrent calls; more are refused with RESOURCE_EXHAUSTED
     split_tokens: int = 512  # uncached prompt tokens from which on a prefill engine computes a prompt
+    hedging: HedgeSettings = field(default_factory=HedgeSettings)
     # Telling
     access_log: bool = False  # a line per call on the logger npufleet.access
     otlp_endpoint: str | None = (

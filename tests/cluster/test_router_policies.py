@@ -20,6 +20,7 @@ from npufleet.cluster.router.policies.round_robin import RoundRobin
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies, load_policy
 from npufleet.cluster.router.retry import RetryBudget
 from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.split.base import Stage
 
 REQUEST = RequestInfo(model="m")
 counts = st.integers(0, 10**7)
@@ -199,6 +200,9 @@ class FakePool:
 
     def pickable(self, model: str) -> list[FakeMember]:
         return [member for member in self.all if member.pickable]
+
+    def fit(self, model: str, stage: Stage) -> list[FakeMember]:
+        return self.pickable(model)
 
     def not_ready(self, model: str) -> NoEngine:
         return NoEngine("not_ready", "none", retry_after=1.0)

@@ -26,11 +26,14 @@ which leaves the order of the costs right. The weights were chosen on the Moonca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from npufleet.cluster.router.base import EngineLoad, Policy, PrefixView, RequestInfo
 
 OWN = 2.0
 STEP_TOKENS = 8192  # what an engine computes in one step (vLLM's max_num_batched_tokens when serving)
 DECODE = 0.01
+BUSY = 7.0
 REQUEST = 256.0  # tokens that a request on the engine costs a new one
 KV_FREE = 0.85  # share of blocks in use up to which the cache holds up nobody
 KV_SECONDS = 1.0  # cost of a cache that is full
@@ -61,10 +64,19 @@ class PredictedTtft(Policy):
     learns = True
 
     def score(self, request: RequestInfo, engine: EngineLoad) -> float:
-        """Cost in seconds."""
+        """Cost in seconds, of an engine among idle ones."""
+        return self._cost(request, engine, DECODE)
+
+    def scores(self, request: RequestInfo, engines: Sequence[EngineLoad]) -> list[float]:
+        """Costs in seconds."""
+        decode = DECODE * (1.0 + (min(engine.decoding() for engine in engines) / BUSY) ** 2)
+        return [self._cost(request, engine, decode) for engine in engines]
+
+    @staticmethod
+    def _cost(request: RequestInfo, engine: EngineLoad, decode: float) -> float:
         wait, own = predict(request, engine)
         token = engine.pace.token
-        others = REQUEST * token * engine.requests() + DECODE * own * engine.decoding()
+        others = REQUEST * token * engine.requests() + decode * own * engine.decoding()
         room = STEP_TOKENS - engine.waiting_tokens()
         if engine.queued and room > 0:
             others += engine.queued * min(own, room * token)

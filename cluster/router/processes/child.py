@@ -69,6 +69,7 @@ async def serve(metrics_socket: Path) -> None:
             tls=setup.engine_tls,
             admission=setup.admission,
             split_tokens=setup.split_tokens,
+            hedging=setup.hedging,
             access_log=setup.access_log,
             otlp_endpoint=setup.otlp_endpoint,
             secret=read_secret(setup.secret) if setup.secret else None,

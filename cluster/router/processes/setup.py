@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from npufleet.cluster.admission.settings import AdmissionSettings
+from npufleet.cluster.router.hedge import HedgeSettings
 from npufleet.cluster.router.registry import DEFAULT_POLICY
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.tls import ServerTls
@@ -25,6 +26,7 @@ class Setup:
     transport: str = DEFAULT_TRANSPORT
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     split_tokens: int = RouterSettings.split_tokens
+    hedging: HedgeSettings = field(default_factory=HedgeSettings)
     keys: str | None = None  # file of API keys
     secret: str | None = None  # file of the fleet's secret
     tls: ServerTls | None = None
@@ -47,7 +49,11 @@ class Setup:
         data: dict[str, Any] = json.loads(line)
         tls, link = data.pop("tls"), data.pop("engine_tls")
         return cls(
-            **{**data, "admission": AdmissionSettings(**data["admission"])},
+            **{
+                **data,
+                "admission": AdmissionSettings(**data["admission"]),
+                "hedging": HedgeSettings(**data["hedging"]),
+            },
             tls=None if tls is None else ServerTls(**tls),
             engine_tls=None
             if link is None
