@@ -131,7 +131,13 @@ def main() -> int:
                 flush=True,
             )
     rows = [{"title": case.title, **result.as_dict()} for case, result in done]
-    facts = {"requests": len(_trace), "reuse": reuse(_trace), "capacity": rates, "trace": args.trace.name}
+    facts = {
+        "requests": len(_trace),
+        "reuse": reuse(_trace),
+        "capacity": rates,
+        "trace": args.trace.name,
+        "part": args.part,
+    }
     if args.write:
         (args.write / "routing-benchmark.md").write_text(page(facts, rows))
         plot(rows, args.write / "routing-benchmark.svg")

@@ -15,7 +15,7 @@ _HEAD = """\
 
 Written by `make bench-routing TRACE=…` (`benchmarks/routing`); do not edit by hand.
 
-The first {requests:,} requests of `{trace}` ({reuse:.1%} of their prompt blocks were seen before) go through the
+{which} ({requests:,} requests, {reuse:.1%} of their prompt blocks were seen before) go through the
 real routing code to simulated engines: block-level models of vLLM's scheduler and KV cache, equal to the real ones
 step for step in a test, with the literature-calibrated preset of Qwen3-32B on four A3 dies. The virtual clock
 makes each run repeatable. Blocks have 512 tokens, as in the trace; blocks of answers are not reused, because the
@@ -25,10 +25,20 @@ Load 1.0 is what the fleet completes when each engine in turn gets the next requ
 {capacity}. Goodput is the share of requests with a first token within {ttft:g} s and then a token every
 {tpot:.0f} ms or faster. Times are seconds. The last four policies are published formulas, re-implemented with
 their published constants (`benchmarks/routing/formulas.py`); where a formula can use KV events, it gets them.
-The best mean TTFT of each column is bold.
+The best mean TTFT of each column is bold. Each cell is one run.
 
 ![Mean and 90th percentile of the time to first token](routing-benchmark.svg)
 """
+
+
+_WHICH = {
+    "first": "The first half of `{trace}`, on which the weights of our policies were chosen,",
+    "second": (
+        "The second half of `{trace}`, of which nothing was used to choose the weights of our policies (that was the"
+        "\nfirst half),"
+    ),
+    "whole": "All of `{trace}`",
+}
 
 
 def page(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
@@ -38,6 +48,7 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     )
     parts = [
         _HEAD.format(
+            which=_WHICH[facts["part"]].format(trace=facts["trace"]),
             requests=facts["requests"],
             trace=facts["trace"],
             reuse=facts["reuse"],
@@ -60,7 +71,7 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     if varied:
         parts.append("## Several routers, late events, slow and dead engines\n")
         number = facts.get("varied_requests", facts["requests"])
-        where = f"{varied[0]['engines']} engines at load {varied[0]['load']:g}, the first {number:,} requests"
+        where = f"{varied[0]['engines']} engines at load {varied[0]['load']:g}, {number:,} requests"
         parts.append(f"{where}; mean / p90 TTFT, goodput:\n")
         parts.append(_varied(varied))
     return "\n".join(parts)

@@ -16,7 +16,7 @@ def transfers(async_llm: Any, host: str) -> dict[str, Any]:
     Of several connectors it is the one that moves blocks between engines, as the stock servicer chooses it. ``host`` is
     the address of the engine's node, by which others reach a bootstrap server that the engine calls its own.
     """
-    config = getattr(async_llm, "vllm_config", None)
+    config: Any = getattr(async_llm, "vllm_config", None)
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None or not transfer.kv_connector:
         return {}

@@ -144,7 +144,7 @@ async def test_the_response_tells_how_the_engine_did():
     async with envoy_fleet(a, b) as f, picker_channel(f) as channel:
         gateway = Gateway(channel)
         await gateway.ask(headers_message(Mode.NONE))
-        load = f.router.picker.pool.member("a").load
+        load = f.router.picker.pool.member("a").ledgers[0].share
         assert (load().in_flight, load().queued) == (1, 1)
         served = pb.ProcessingRequest(response_headers=pb.HttpHeaders())
         served.metadata_context.filter_metadata["envoy.lb"].update(

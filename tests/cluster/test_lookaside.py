@@ -136,7 +136,7 @@ async def test_a_routes_token_opens_no_administration_and_descriptions_need_none
 async def test_a_route_counts_until_it_is_reported():
     engine = FakeEngine(name="a")
     async with fleet(engine) as f:
-        client, load = Client(f.channel), f.router.picker.pool.member("a").load
+        client, load = Client(f.channel), f.router.picker.pool.member("a").ledgers[0].share
         route = await client.route(ask())
         assert (route.token, route.token_seconds) == ("", 0.0)  # no secret, no token
         assert (load().in_flight, load().queued, load().queued_tokens) == (1, 1, 3)
@@ -153,7 +153,7 @@ async def test_a_route_counts_until_it_is_reported():
 
 async def test_a_route_that_nobody_reports_expires():
     async with fleet(FakeEngine(name="a")) as f:
-        away, load = f.router.front.away, f.router.picker.pool.member("a").load
+        away, load = f.router.front.away, f.router.picker.pool.member("a").ledgers[0].share
         route = await Client(f.channel).route(ask(timeout_seconds=0.5))
         assert route.accounted_seconds == 0.5
         assert load().in_flight == 1 and away.sweep() == 0

@@ -19,7 +19,7 @@ INFO = RequestInfo(model=MODEL, prompt_tokens=7, request_id="r")
 
 async def test_what_is_told_twice_or_of_nobody_changes_nothing():
     async with fleet(FakeEngine(name="a")) as f:
-        away, load = f.router.front.away, f.router.picker.pool.member("a").load
+        away, load = f.router.front.away, f.router.picker.pool.member("a").ledgers[0].share
         one = await away.place("Generate", INFO, via="test")
         assert len(away) == 1 and load().queued_tokens == 7
         assert away.started(one.id) and away.started(one.id)

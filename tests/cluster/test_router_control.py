@@ -80,7 +80,9 @@ async def test_least_load_follows_the_engines_reports():
     busy = FakeEngine(name="a", loads=[rank(0, 40)])
     idle = FakeEngine(name="b", loads=[rank(0, 0)])
     async with fleet(busy, idle, policy="least-load") as f:
-        await until(lambda: all(m.ledgers[0].report_age() is not None for m in f.router.picker.pool.members()))
+        await until(
+            lambda: all(m.ledgers[0].report_age() is not None for m in f.router.picker.pool.members())
+        )
         for _ in range(6):
             await tokens_of(f.stub.Generate(generate_request(1)))
         assert f.served() == [0, 6]

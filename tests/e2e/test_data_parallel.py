@@ -45,7 +45,9 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     started: list[Fleet] = []
 
     def start(**settings: object) -> Fleet:
-        fleet = Fleet(log=tmp_path / "log", target=str(model), engines=1, arguments=flags(**settings))
+        # The default policy may find it quicker to compute a short prompt anew on the rank that answered faster.
+        arguments = (*flags(**settings), "--set=router.policy=precise-prefix")
+        fleet = Fleet(log=tmp_path / "log", target=str(model), engines=1, arguments=arguments)
         started.append(fleet)
         fleet.start()
         return fleet
