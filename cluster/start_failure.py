@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .controller.progress import Phase
+from .engine.last_words import kind
 
 MOST_DEATHS = 5
 """So many engines that died after their start, before the whole fleet was up once, and a fleet is given up."""
@@ -12,15 +13,19 @@ MOST_DEATHS = 5
 
 def hopeless(progress: list[dict[str, Any]]) -> bool:
     """Say whether further tries would end as those before: one was refused, or two failed in the same way."""
-    failed = [(entry["model"], entry["detail"]) for entry in progress if entry["phase"] == Phase.FAILED]
+    failed = [(entry["model"], kind(entry["detail"])) for entry in progress if entry["phase"] == Phase.FAILED]
     return len(set(failed)) < len(failed) or any(entry["phase"] == Phase.REFUSED for entry in progress)
 
 
 def why(progress: list[dict[str, Any]]) -> str:
     """Return what the engines that failed say; empty if none did."""
     failed = [entry for entry in progress if entry["phase"] in (Phase.FAILED, Phase.REFUSED)]
-    told = dict.fromkeys(f"model {entry['model']!r}: {entry['detail']}" for entry in failed)
-    return "\n".join(["the fleet did not come up", *told]) if told else ""
+    told: dict[tuple[str, str], str] = {}
+    for entry in failed:
+        told.setdefault(
+            (entry["model"], kind(entry["detail"])), f"model {entry['model']!r}: {entry['detail']}"
+        )
+    return "\n".join(["the fleet did not come up", *told.values()]) if told else ""
 
 
 def dying(deaths: list[dict[str, Any]]) -> str:

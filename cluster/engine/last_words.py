@@ -18,6 +18,7 @@ LINES = 5
 LINE_CHARS = 240
 TAIL_BYTES = 16 << 10
 FETCH_S = 10.0
+_LOG_ENDS = "its log ends: "
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -38,8 +39,13 @@ def compose(text: str, rank: int | None, node: str, lines: list[str]) -> str:
     if meaning := explain(" ".join([text, *lines])):
         parts.append(meaning)
     if lines and text.splitlines()[0][:60] not in " ".join(lines):
-        parts.append("its log ends: " + " | ".join(lines))
+        parts.append(_LOG_ENDS + " | ".join(lines))
     return ". ".join(part.rstrip(".") for part in parts)
+
+
+def kind(message: str) -> str:
+    """Return what two failures for the same cause have in common: no log, and no process, time or size."""
+    return re.sub(r"\d+", "#", message.partition(_LOG_ENDS)[0])
 
 
 def tail(folder: Path, pid: int) -> list[str]:

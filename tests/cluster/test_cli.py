@@ -29,6 +29,7 @@ from npufleet.cluster import (
     targets,
 )
 from npufleet.cluster.device import Device
+from npufleet.cluster.engine.last_words import compose
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,14 @@ def test_why_a_fleet_did_not_come_up_is_said_once() -> None:
     assert start_failure.hopeless(failed)
     assert not start_failure.hopeless(failed[1:])  # the next try may be better
     assert start_failure.hopeless([entry("a", "refused", "no such model")])
+    twice = [
+        entry(
+            name, "failed", compose(f"out of memory: {free} MiB free", 1, "10.0.0.7", [f"pid {free} ended"])
+        )
+        for name, free in (("a", 488), ("b", 486))
+    ]
+    assert start_failure.hopeless(twice), "the same cause with other numbers and another log"
+    assert start_failure.why(twice).splitlines()[1:] == [f"model 'm': {twice[0]['detail']}"]
 
 
 def test_an_engine_that_dies_while_others_start_does_not_end_the_fleet() -> None:
