@@ -43,10 +43,13 @@ async def watch(llm: Any, last_token: Callable[[], float], stall_s: float) -> No
             continue
         asked, fair = asyncio.ensure_future(beat(llm)), time.monotonic() + pause
         while not asked.done():
-            end = max(
-                alive + stall_s, fair
-            )  # a question has a chance even after a halt of this process itself
-            await asyncio.wait([asked], timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))
+            began = time.monotonic()
+            look = max(0.0, min(max(alive + stall_s, fair) - began, BEAT_S))
+            await asyncio.wait([asked], timeout=look)
+            if (
+                time.monotonic() - began > look + pause / 2
+            ):  # this process itself was halted: its news comes now
+                fair = time.monotonic() + pause
             alive = max(alive, last_token())  # a token that comes meanwhile counts too
             if not asked.done() and time.monotonic() >= max(alive + stall_s, fair):
                 asked.cancel()
