@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from npufleet.cluster.plan.memory import Ledger, Limits, ledger
+from npufleet.cluster.plan.memory import Ledger, Limits, of_rank
 from npufleet.cluster.plan.model import from_config
+from npufleet.cluster.plan.shared import AUTO, OVERLAP, PLACEMENT, RANKS, SharedExperts
 from npufleet.cluster.plan.weights import Layout
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
@@ -36,6 +37,21 @@ LAYOUTS: dict[str, dict[str, list[tuple[int, int, bool]]]] = {
     "kimi-k2": {"A2": [(16, 4, True)], "A3": [(16, 2, True), (16, 4, True), (4, 16, True)]},
 }
 """Model → chip → (tensor parallel, data parallel, expert parallel): layouts in use on nodes of 8 (A2) and 16 (A3)."""
+WHOLE, SPLIT = SharedExperts(placement="replicated"), SharedExperts(placement="tensor-parallel")
+BESIDE, ALONE = SharedExperts(placement="replicated", overlap=True), SharedExperts(ranks=2)
+PLACED: dict[str, dict[str, list[tuple[tuple[int, int, bool], SharedExperts, int]]]] = {
+    "deepseek-v2-lite": {
+        "A2": [((4, 1, True), WHOLE, 0)],
+        "A3": [
+            ((2, 2, True), SPLIT, 0),
+            ((4, 1, True), BESIDE, 0),
+            ((4, 1, True), ALONE, 0),
+            ((4, 1, True), ALONE, 3),
+        ],
+    },
+    "glm-4.5-air": {"A3": [((8, 2, True), WHOLE, 0)]},
+}
+"""Model → chip → layouts with shared experts elsewhere than vLLM puts them, each with the rank that is looked at."""
 GROUPS = {
     "tp": "tensor parallel",
     "dp": "data parallel",
@@ -56,16 +72,24 @@ def limits(config: dict[str, Any], chip: str) -> Limits:
     )
 
 
-def examine(name: str, chip: str, layout: tuple[int, int, bool]) -> dict[str, Any]:
+def examine(
+    name: str, chip: str, layout: tuple[int, int, bool], shared: SharedExperts | None = None, rank: int = 0
+) -> dict[str, Any]:
     """The forward pass of one rank, held against the ledger; plain data for the page."""
     from contract_forward import Case, Outcome, run
 
     published = json.loads((PUBLISHED / f"{name}.json").read_text())
     config, (tensor, data, expert_parallel) = published["config"], layout
     bounds = limits(config, chip)
-    planned = ledger(
-        from_config(config), Layout(tensor=tensor, data=data, expert_parallel=expert_parallel), bounds
+    placed = shared or SharedExperts()
+    kind = Layout(
+        tensor=tensor,
+        data=data,
+        expert_parallel=expert_parallel,
+        shared=placed,
+        on_shared_rank=rank < placed.ranks,
     )
+    planned = of_rank(from_config(config), kind, bounds)
     assert bounds.max_model_len is not None
     case = Case(
         name=name,
@@ -76,6 +100,8 @@ def examine(name: str, chip: str, layout: tuple[int, int, bool]) -> dict[str, An
         tokens=TOKENS,
         requests=REQUESTS,
         max_model_len=bounds.max_model_len,
+        options=options_of(placed),
+        rank=rank,
     )
     found: Outcome = run(case)
     text = f"TP{tensor}" + (f" DP{data}" if data > 1 else "")
@@ -83,7 +109,7 @@ def examine(name: str, chip: str, layout: tuple[int, int, bool]) -> dict[str, An
         "name": name,
         "model": published["model"],
         "chip": chip,
-        "layout": text + (f" EP{tensor * data}" if expert_parallel else ""),
+        "layout": text + (f" EP{tensor * data}" if expert_parallel else "") + described(kind),
         "ranks": tensor * data,
         "found": asdict(found),
         "weights": planned.weight_bytes,
@@ -95,6 +121,22 @@ def examine(name: str, chip: str, layout: tuple[int, int, bool]) -> dict[str, An
         "fits": planned.fits,
         "errors": [*found.errors, *against(planned, asdict(found))],
     }
+
+
+def options_of(shared: SharedExperts) -> dict[str, Any]:
+    """What ``additional_config`` says of a placement."""
+    options = {PLACEMENT: shared.placement, RANKS: shared.ranks, OVERLAP: shared.overlap}
+    return {name: value for name, value in options.items() if value not in (AUTO, 0, False)}
+
+
+def described(layout: Layout) -> str:
+    """A placement of shared experts, for the page."""
+    shared = layout.shared
+    if shared.ranks:
+        kind = "shared" if layout.on_shared_rank else "routed"
+        return f", shared experts on {shared.ranks} ranks alone (a rank with {kind} ones)"
+    name = "" if shared.placement == AUTO else f", shared experts {shared.placement}"
+    return name + (" and overlapped" if shared.overlap else "")
 
 
 def against(planned: Ledger, found: dict[str, Any]) -> list[str]:
@@ -128,8 +170,9 @@ def main() -> None:
     chip, names = sys.argv[1], sys.argv[2:]
     rows = []
     for name in names:
-        for layout in LAYOUTS[name][chip]:
-            row = examine(name, chip, layout)
+        cases = [(layout, None, 0) for layout in LAYOUTS[name][chip]]
+        for layout, shared, rank in (*cases, *PLACED.get(name, {}).get(chip, [])):
+            row = examine(name, chip, layout, shared, rank)
             verdict = "wrong" if row["errors"] else "as the ledger says"
             took = row["found"]["seconds"]
             print(f"{name} on {chip}, {row['layout']}: {verdict} ({took:.0f} s)", file=sys.stderr, flush=True)

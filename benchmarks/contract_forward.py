@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +59,10 @@ class Case:
     tokens: int
     requests: int
     max_model_len: int
+    options: dict[str, Any] = field(default_factory=dict)
+    """What ``additional_config`` says."""
+    rank: int = 0
+    """Of the tensor-parallel ranks of the first replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +144,13 @@ def _vllm_config(case: Case) -> VllmConfig:
             max_num_batched_tokens=case.tokens,
             max_num_seqs=case.requests,
             block_size=BLOCK,
+            additional_config=case.options,
         ).create_engine_config()
 
 
 @contextmanager
 def _groups(case: Case, config: VllmConfig) -> Iterator[None]:
-    """vLLM's process groups as rank 0 has them. Every backend is ``fake``, and what would be asked of other
+    """vLLM's process groups as the case's rank has them. Every backend is ``fake``, and what would be asked of other
     processes (who shares a node, who reads a queue) is answered at once.
     """
     world, new_group = case.tensor * case.data, dist.new_group
@@ -158,19 +163,21 @@ def _groups(case: Case, config: VllmConfig) -> Iterator[None]:
     buffer_bytes = mc2_group.hccl_buffer_bytes()
 
     def end(name: str) -> FakeEnd:
-        return FakeEnd(rank=0, ranks=world, buffer_bytes=buffer_bytes, chip=chip)
+        return FakeEnd(rank=case.rank, ranks=world, buffer_bytes=buffer_bytes, chip=chip)
 
     before = communicator.provide(end)
     if mc2_group.wanted(config, chip):
-        mc2_group.remember(mc2_group.Opened(name="mc2", rank=0, ranks=world, buffer_bytes=buffer_bytes))
+        mc2_group.remember(
+            mc2_group.Opened(name="mc2", rank=case.rank, ranks=world, buffer_bytes=buffer_bytes)
+        )
     with (
         set_current_vllm_config(config),
         patch.object(dist, "new_group", fake_group),
         patch.object(parallel_state, "in_the_same_node_as", lambda group, source_rank=0: [True] * world),
         patch.object(MessageQueue, "create_from_process_group", lambda *args, **kwargs: None),
     ):
-        dist.init_process_group(backend="fake", store=FakeStore(), rank=0, world_size=world)
-        parallel_state.init_distributed_environment(case.tensor, 0, "env://", 0, "fake")
+        dist.init_process_group(backend="fake", store=FakeStore(), rank=case.rank, world_size=world)
+        parallel_state.init_distributed_environment(case.tensor, case.rank, "env://", 0, "fake")
         parallel_state.ensure_model_parallel_initialized(case.tensor, 1)
     try:
         yield

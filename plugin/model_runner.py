@@ -17,9 +17,10 @@ from vllm.v1.worker.workspace import lock_workspace
 
 from .graph import ACLGraphWrapper
 from .loader import checked
+from .moe.shared_linear import check_claimed
 from .sampler import NPUTopKTopPSampler
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 class NPUModelRunner(GPUModelRunner):
@@ -49,6 +50,7 @@ class NPUModelRunner(GPUModelRunner):
         """
         self.load_config = checked(self.load_config)
         super().load_model(load_dummy_weights, model=model)
+        check_claimed(self.get_model())
         wrapped: Any = self.model
         if type(wrapped) is CUDAGraphWrapper:
             self.model = ACLGraphWrapper(wrapped.unwrap(), self.vllm_config, wrapped.runtime_mode)

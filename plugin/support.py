@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 WORKER = "npufleet.plugin.worker.NPUWorker"
+ALWAYS = "eliminate_noops"
+"""The one pass of vLLM's compiler that is on without being asked for."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 
 
@@ -30,6 +32,9 @@ def apply_defaults(config: "VllmConfig") -> None:
             "torch.compile is not used on NPU: compilation mode %s is turned off.", compilation.mode
         )
     compilation.mode = CompilationMode.NONE
+    passes = [name for name, on in vars(compilation.pass_config).items() if on is True and name != ALWAYS]
+    if passes:
+        logger.info_once("Passes of torch.compile are not used on NPU: %s.", ", ".join(passes))
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     graphs = compilation.cudagraph_mode

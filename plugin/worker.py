@@ -24,7 +24,7 @@ from .overrides import apply_overrides
 if TYPE_CHECKING:
     from .model_runner import NPUModelRunner
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
 def _leave_groups() -> None:

@@ -1,8 +1,10 @@
 """Put faults into plugin and kernels, one at a time, and see which the test suite catches.
 
     python benchmarks/seeded_faults                  all of them (minutes)
-    python benchmarks/seeded_faults --only rope      those whose name holds a text
+    python benchmarks/seeded_faults --only rope      those whose name holds a text; may be given several times
     python benchmarks/seeded_faults --write docs/seeded-faults.md
+
+With ``--only`` and ``--write`` the page keeps its lines of the faults that did not run.
 
 A fault is a change of source text (see catalogue.py). It is made in a copy that goes before the installed package,
 and the tests named with it run until one fails. First the same tests have to pass without any fault.
@@ -25,6 +27,7 @@ from catalogue import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("kernels", "plugin", "cluster")
+NONE = "**none.**"
 SECONDS = 400.0  # for the tests of one target; a hang counts as caught, and is named
 
 
@@ -103,25 +106,33 @@ def check(folder: Path, fault: Fault | None, targets: Sequence[str]) -> tuple[st
     return None, time.monotonic() - began
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def row(outcome: Outcome) -> str:
+    """A fault's line of the table."""
+    seen = f"`{outcome.caught}`" if outcome.caught else f"{NONE} {outcome.fault.why_not}"
+    return f"| {outcome.fault.name} | `{outcome.fault.file}` | {seen} |"
+
+
+def kept(page: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Fault → its line, for the catalogue's faults that ran now or have a line in ``page``."""
+    ran = {outcome.fault.name: row(outcome) for outcome in outcomes}
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines()}
+    known = {fault.name: ran.get(fault.name) or lines.get(fault.name) for fault in FAULTS}
+    return {name: line for name, line in known.items() if line}
+
+
+def table(rows: Sequence[str]) -> str:
     """The result in Markdown."""
-    caught = sum(outcome.caught is not None for outcome in outcomes)
-    lines = [
-        f"{caught} of {len(outcomes)} faults are caught.",
-        "",
-        "| fault | file | first test that fails |",
-        "|---|---|---|",
-    ]
-    for outcome in outcomes:
-        seen = f"`{outcome.caught}`" if outcome.caught else f"**none.** {outcome.fault.why_not}"
-        lines.append(f"| {outcome.fault.name} | `{outcome.fault.file}` | {seen} |")
-    return lines
+    caught = sum(NONE not in line for line in rows)
+    head = [f"{caught} of {len(rows)} faults are caught.", ""]
+    return "\n".join([*head, "| fault | file | first test that fails |", "|---|---|---|", *rows])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0 if every fault was caught or has a reason why it cannot be."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", default="", help="faults whose name holds this text")
+    made.add_argument(
+        "--only", action="append", default=[], help="faults whose name holds this text; may be repeated"
+    )
     made.add_argument(
         "--skip-control", action="store_true", help="do not run the tests without a fault first"
     )
@@ -129,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--write", type=Path, help="write the table into this file, behind its first heading's text"
     )
     args = made.parse_args(argv)
-    faults = [fault for fault in FAULTS if args.only in fault.name]
+    faults = [fault for fault in FAULTS if not args.only or any(text in fault.name for text in args.only)]
     targets = list(dict.fromkeys(target for fault in faults for target in fault.tests))
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="npufleet-faults-") as name:
@@ -143,11 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             caught, seconds = check(folder, fault, fault.tests)
             outcomes.append(Outcome(fault=fault, caught=caught, seconds=seconds))
             print(f"{seconds:6.0f} s  {fault.name}: {caught or 'NOT CAUGHT'}", flush=True)
-    text = table(outcomes)
-    print("\n".join(text))
+    print(table([row(outcome) for outcome in outcomes]))
     if args.write:
-        head = args.write.read_text().split("\n## Result\n")[0]
-        args.write.write_text(f"{head}\n## Result\n\n" + "\n".join(text) + "\n")
+        page = args.write.read_text()
+        rows = kept(page if args.only else "", outcomes)
+        head = page.split("\n## Result\n")[0]
+        args.write.write_text(f"{head}\n## Result\n\n{table(list(rows.values()))}\n")
     return int(any(outcome.caught is None and not outcome.fault.why_not for outcome in outcomes))
 
 

@@ -261,8 +261,8 @@ _EXPERTS = (
     _fault(
         "wrong expert offset",
         "plugin/moe/experts.py",
-        "moe.moe_parallel_config.ep_rank * moe.num_local_experts",
-        "0 * moe.num_local_experts",
+        "first = rank * moe.num_local_experts",
+        "first = 0 * moe.num_local_experts",
         f"{PLUGIN}test_moe.py",
         f"{PLUGIN}test_moe_communication.py",
         "tests/parity/test_parity_moe.py -k ranks",
@@ -322,9 +322,31 @@ _EXPERTS = (
     _fault(
         "padding that chooses one expert again and again",
         "plugin/moe/communication/divided.py",
-        "pad_choices(experts, whole)[mine]",
-        "pad_rows(experts, whole)[mine]",
+        "experts = pad_choices(experts,",
+        "_ = pad_choices(experts,",
         f"{PLUGIN}test_moe_communication.py",
+    ),
+    _fault(
+        "shared experts' rows added to the first rank's tokens",
+        "plugin/moe/communication/base.py",
+        "mine = x[rank * own.shape[0] : (rank + 1) * own.shape[0]]",
+        "mine = x[: own.shape[0]]",
+        f"{PLUGIN}test_shared_experts.py",
+    ),
+    _fault(
+        "routed experts counted from the ranks of shared ones",
+        "plugin/moe/own_ranks.py",
+        "moved = replace(parallel, ep_rank=rank,",
+        "moved = replace(parallel, ep_rank=parallel.ep_rank % (parallel.ep_size - ranks),",
+        f"{PLUGIN}test_shared_experts.py",
+    ),
+    _fault(
+        "the routed experts' factor left out of their weights",
+        "plugin/moe/runner.py",
+        "return weights if factor == 1.0 or self._halved else weights * factor",
+        "return weights",
+        "tests/parity/test_parity_checkpoints.py -k deepseek-v3-moe",
+        "tests/parity/test_parity_mla.py -k deepseek-v3-moe",
     ),
 )
 

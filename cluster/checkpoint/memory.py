@@ -6,13 +6,13 @@ Only what is certain counts, weights and a KV cache of a given size; `npufleet p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..plan.memory import GIB
+from ..plan.memory import GIB, kinds_of_ranks
 from ..plan.model import DENSE, LATENT, MOE, ModelShape, from_config
 from ..plan.quantization import MODELSLIM_FILE
+from ..plan.shared import of_engine
 from ..plan.weights import Layout, derived, weights
 from .files import WEIGHTS, read_json
 
@@ -41,10 +41,11 @@ def _weights(source: Path, engine: Mapping[str, Any], sizes: Mapping[str, int]) 
     shape = _shape(source, engine)
     if shape is not None:
         expert_parallel = bool(engine.get("enable_expert_parallel", False))
-        layout = Layout(**sizes, expert_parallel=expert_parallel)
-        stages = (replace(layout, stage=stage) for stage in range(layout.pipeline))
+        shared = of_engine(engine, "additional_config")
+        layout = Layout(**sizes, expert_parallel=expert_parallel, shared=shared)
         return max(
-            sum(part.bytes for part in (*weights(shape, stage), *derived(shape, stage))) for stage in stages
+            sum(part.bytes for part in (*weights(shape, rank), *derived(shape, rank)))
+            for rank in kinds_of_ranks(layout)
         )
     files = sum(path.stat().st_size for path in source.iterdir() if path.suffix in WEIGHTS)
     return files // (sizes["tensor"] * sizes["data"] * sizes["pipeline"])

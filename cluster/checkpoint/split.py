@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..plan.memory import kinds_of_ranks
 from ..plan.model import ModelShape
+from ..plan.shared import of_engine
 from ..plan.weights import Layout, weights
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_moe_experts")
@@ -38,8 +40,10 @@ def check(config: Mapping[str, Any], engine: Mapping[str, Any], shape: ModelShap
             data=int(engine.get("data_parallel_size") or 1),
             expert_parallel=expert_parallel,
             pipeline=int(engine.get("pipeline_parallel_size") or 1),
+            shared=of_engine(engine, "additional_config"),
         )
-        weights(shape, layout)
+        for rank in kinds_of_ranks(layout):
+            weights(shape, rank)
 
 
 def _number(config: Mapping[str, Any], name: str) -> int:

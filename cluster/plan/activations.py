@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .model import DTYPES, Experts, Latent, ModelShape
-from .weights import VOCABULARY_ALIGNMENT, Layout, spreads_tokens
+from .weights import VOCABULARY_ALIGNMENT, Layout, spreads_tokens, whole_shared
 
 FLOAT = 4
 SAMPLING_COPIES = 4
@@ -53,6 +53,7 @@ def activations(shape: ModelShape, layout: Layout, step: Step) -> int:
         wide = max(shape.hidden, shape.experts.intermediate)
         rows = tokens * shape.experts.top_k * (1 if step.all_to_all else layout.data)
         moments.append(stream + experts(shape, shape.experts, layout, step) + copies * rows * wide)
+        moments.append(stream + shared_experts(shape, shape.experts, layout, tokens)[1])
     return max(moments)
 
 
@@ -86,14 +87,17 @@ def feed_forward(intermediate: int, tokens: int, hidden: int) -> int:
 def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> int:
     """Bytes of a layer with experts: the shared experts' output and the gate's scores; with all-gather, the
     tokens of all replicas, a row for each of their choices, the rows' feed-forward and the sum; with all-to-all,
-    the rows sent, received, sorted, computed and put back in order, spread evenly.
+    the rows sent, received, sorted, computed and put back in order, spread evenly. A rank with shared experts alone:
+    the tokens of all replicas, its part of them through the shared experts, and the sum.
 
     Without expert parallelism the intermediate size of an expert is split over all ranks.
     """
     size, hidden, spread = DTYPES[shape.dtype], shape.hidden, spreads_tokens(shape, layout)
     middle = experts.intermediate if layout.expert_parallel else experts.intermediate // layout.ranks
     own = -(-step.tokens // layout.tensor) if spread else step.tokens
-    shared = own * hidden * size if experts.shared else 0
+    shared, computing = shared_experts(shape, experts, layout, step.tokens)
+    if layout.shared.overlap:
+        shared = computing
     # the gate's logits in the model's dtype, in float32, and the scores that choose
     scores = own * experts.count * (size + 2 * FLOAT)
     if step.all_to_all:
@@ -101,10 +105,30 @@ def experts(shape: ModelShape, experts: Experts, layout: Layout, step: Step) -> 
         held = 3 * rows * hidden + rows * max(3 * middle, middle + hidden, 2 * hidden)
         return shared + scores + (held + step.tokens * hidden) * size
     tokens = own * layout.tensor * layout.data if spread else own * layout.data
+    if layout.on_shared_rank:
+        part = -(-tokens // layout.shared.ranks)
+        held = 2 * tokens * hidden + feed_forward(experts.shared, part, hidden)
+        return scores + (held + own * hidden) * size
     gathered = tokens * hidden + (own * hidden if spread else 0) if layout.data > 1 else 0
     rows = tokens * experts.top_k
     held = rows * hidden + max(rows * max(3 * middle, middle + hidden), (rows + tokens) * hidden)
     return shared + scores + (gathered + held) * size
+
+
+def shared_experts(shape: ModelShape, experts: Experts, layout: Layout, tokens: int) -> tuple[int, int]:
+    """Bytes of a layer's shared experts for a step of ``tokens``: what is held of them while the routed ones are
+    computed, and the most while they are computed themselves.
+
+    Whole, they are computed for a rank's part of the tokens; sliced, for all of the replica's, which are gathered where
+    they are spread.
+    """
+    if not experts.shared or layout.shared.ranks:
+        return 0, 0
+    size, whole = DTYPES[shape.dtype], whole_shared(shape, layout)
+    part = -(-tokens // layout.tensor) if whole else tokens
+    gathered = part * shape.hidden if spreads_tokens(shape, layout) and not whole else 0
+    middle = experts.shared if whole else experts.shared // layout.tensor
+    return part * shape.hidden * size, (gathered + feed_forward(middle, part, shape.hidden)) * size
 
 
 def logits(shape: ModelShape, layout: Layout, step: Step) -> int:

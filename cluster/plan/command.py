@@ -12,11 +12,11 @@ from typing import Any
 
 from .. import checks, config
 from ..checkpoint.files import read_json
-from . import placement
+from . import placement, shared
 from .memory import CHIPS, GIB, HCCL_BUFFERS, Ledger, Limits, ledger
 from .model import ModelShape, from_config
 from .quantization import MODELSLIM_FILE
-from .weights import Layout
+from .weights import Layout, whole_shared
 
 _EPILOG = """\
 examples:
@@ -152,6 +152,7 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
         data=number("data_parallel_size", args.data_parallel, 1) or 1,
         pipeline=number("pipeline_parallel_size", args.pipeline_parallel, 1) or 1,
         expert_parallel=args.expert_parallel or bool(engine.get("enable_expert_parallel", False)),
+        shared=shared.of_engine(engine, where),
     )
     try:
         shape = from_config(details, str(wanted.file), _description(wanted.file.parent))
@@ -179,11 +180,17 @@ def render(name: str, found: Ledger) -> Iterator[str]:
     if layout.pipeline > 1:
         split += f", {layout.pipeline} stages"
     if shape.experts:
-        ranks = layout.expert_ranks
+        ranks = layout.routed_ranks if layout.shared.ranks else layout.expert_ranks
         split += f", experts {f'spread over {ranks} ranks' if layout.expert_parallel else 'sliced'}"
+        if layout.shared.ranks:
+            split += f", shared ones on {layout.shared.ranks} of their own"
+        elif shape.experts.shared:
+            split += f", shared ones {'replicated' if whole_shared(shape, layout) else 'sliced'}"
     held = f"{shape.quantization.format}, {shape.dtype}" if shape.quantization else shape.dtype
     yield f"{name} ({shape.model_type}, {held}) on {layout.npus} × {limits.chip}: {split}"
     fullest = f" of stage {layout.stage}, the fullest" if layout.pipeline > 1 else ""
+    if layout.shared.ranks:
+        fullest += f" with {'shared' if layout.on_shared_rank else 'routed'} experts, the fuller kind"
     yield f"one NPU{fullest}: {limits.hbm / GIB:.1f} GiB, of which vLLM may use {found.budget / GIB:.2f}"
     for part in (*found.weights, *found.derived):
         yield _line(part.name, part.bytes)

@@ -96,17 +96,25 @@ class Ledger:
 
 
 def ledger(shape: ModelShape, layout: Layout, limits: Limits | None = None) -> Ledger:
-    """Return the ledger of one NPU of an engine; of several stages that of the fullest.
+    """Return the ledger of one NPU of an engine; of several stages, or kinds of ranks, that of the fullest.
 
     Raises:
         ValueError: for a layout in which the model cannot be split.
     """
     check(shape, layout)
-    stages = (replace(layout, stage=stage) for stage in range(layout.pipeline))
-    return min((_of_stage(shape, stage, limits or Limits()) for stage in stages), key=lambda it: it.kv_tokens)
+    found = (of_rank(shape, rank, limits or Limits()) for rank in kinds_of_ranks(layout))
+    return min(found, key=lambda it: it.kv_tokens)
 
 
-def _of_stage(shape: ModelShape, layout: Layout, limits: Limits) -> Ledger:
+def kinds_of_ranks(layout: Layout) -> list[Layout]:
+    """The layout as each kind of its ranks sees it: every stage, without and with routed experts."""
+    alone = (False, True) if layout.shared.ranks else (False,)
+    stages = range(layout.pipeline)
+    return [replace(layout, stage=stage, on_shared_rank=kind) for stage in stages for kind in alone]
+
+
+def of_rank(shape: ModelShape, layout: Layout, limits: Limits) -> Ledger:
+    """The ledger of the ranks that ``layout`` means."""
     parts = tuple(weights(shape, layout))
     all_to_all = moves_rows(shape, layout, limits.chip, limits.max_num_batched_tokens, small_step(limits))
     groups = hccl_groups(shape, layout, all_to_all=all_to_all, mc2=opens_mc2(shape, layout, limits.chip))
@@ -151,7 +159,7 @@ def small_step(limits: Limits) -> int:
 def moves_rows(shape: ModelShape, layout: Layout, chip: str, tokens: int, small: int) -> bool:
     """Whether a step of ``tokens`` sends rows to their experts by all-to-all (``docs/experts.md``)."""
     experts = shape.experts
-    if experts is None or layout.expert_ranks == 1 or chip == "A2":
+    if experts is None or layout.expert_ranks == 1 or chip == "A2" or layout.shared.ranks:
         return False
     return tokens > small and experts.top_k < layout.expert_ranks
 
@@ -165,6 +173,7 @@ def opens_mc2(shape: ModelShape, layout: Layout, chip: str) -> bool:
         return False
     gathers = layout.tensor > 1 and layout.data == 1
     less = 2 * experts.top_k <= ranks if gathers else experts.top_k < ranks
+    less = less or layout.shared.ranks > 0
     if not less or experts.top_k > MC2_TOP_K or experts.count > MC2_EXPERTS:
         return False
     if chip == "A2":
@@ -221,7 +230,7 @@ def graph_pool(shape: ModelShape, layout: Layout, limits: Limits) -> int:
     outputs = sum(sizes) * shape.hidden * DTYPES[shape.dtype]
     marks = 0
     if shape.experts and opens_mc2(shape, layout, limits.chip):
-        local = shape.experts.count // layout.expert_ranks
+        local = shape.experts.count // layout.routed_ranks
         rows = -(-sizes[-1] // layout.tensor) * layout.expert_ranks * min(local, shape.experts.top_k)
         marks = rows * MARKS
     step = Step(tokens=sizes[-1], rows=0, all_to_all=False, context=0)

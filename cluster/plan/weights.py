@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .model import DTYPES, Experts, ModelShape
 from .quantization import INT8_DYNAMIC
+from .shared import AS_VLLM, AUTO, WHOLE, SharedExperts
 
 VOCABULARY_ALIGNMENT = 64
 """vLLM pads the vocabulary to a multiple of this (``vocab_parallel_embedding.py: DEFAULT_VOCAB_PADDING_SIZE``)."""
@@ -25,6 +26,9 @@ class Layout:
     """Stages of layers."""
     stage: int = 0
     """The stage whose ranks are meant."""
+    shared: SharedExperts = AS_VLLM
+    on_shared_rank: bool = False
+    """Whether those of its ranks are meant that hold the shared experts and no others."""
 
     @property
     def ranks(self) -> int:
@@ -52,8 +56,13 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that the experts are spread over; 1 without expert parallelism."""
+        """Ranks that tokens and experts meet over; 1 without expert parallelism."""
         return self.ranks if self.expert_parallel else 1
+
+    @property
+    def routed_ranks(self) -> int:
+        """Ranks that hold routed experts."""
+        return self.ranks - self.shared.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,14 @@ def spreads_tokens(shape: ModelShape, layout: Layout) -> bool:
     """
     together = layout.expert_parallel and layout.tensor > 1 and layout.data > 1
     return together and shape.experts is not None and shape.experts.spread
+
+
+def whole_shared(shape: ModelShape, layout: Layout) -> bool:
+    """Whether ranks hold shared experts whole, for tokens of their own, in place of a slice for all tokens."""
+    asked = layout.shared
+    if asked.ranks or asked.placement == WHOLE:
+        return True
+    return asked.placement == AUTO and spreads_tokens(shape, layout)
 
 
 def check(shape: ModelShape, layout: Layout) -> None:
@@ -95,8 +112,15 @@ def check(shape: ModelShape, layout: Layout) -> None:
         )
     if layout.expert_parallel and not experts:
         raise ValueError("expert parallelism is for models with experts; this one has none")
-    if experts and layout.expert_parallel and experts.count % layout.ranks:
-        raise ValueError(f"{layout.ranks} ranks do not divide its {experts.count} experts")
+    if layout.shared != AS_VLLM and not (experts and experts.shared):
+        raise ValueError("a placement of shared experts is for models that have some; this one has none")
+    if layout.shared.ranks and not layout.expert_parallel:
+        raise ValueError("ranks for shared experts alone need expert parallelism")
+    if layout.shared.ranks and layout.routed_ranks < 1:
+        raise ValueError(f"{layout.shared.ranks} ranks for shared experts alone leave none of {layout.ranks}")
+    if experts and layout.expert_parallel and experts.count % layout.routed_ranks:
+        alone = " for routed experts" if layout.shared.ranks else ""
+        raise ValueError(f"{layout.routed_ranks} ranks{alone} do not divide its {experts.count} experts")
     if experts and not layout.expert_parallel and experts.intermediate % layout.ranks:
         raise ValueError(
             f"{layout.ranks} ranks do not divide an expert's intermediate size {experts.intermediate}; "
@@ -223,9 +247,10 @@ def _experts(shape: ModelShape, experts: Experts, layout: Layout, size: int) -> 
         elements=len(layers) * (gate + bias),
         bytes=len(layers) * (gate * (experts.gate_bytes or size) + bias * 4),
     )
-    yield _routed(shape, experts, layout, layers)
-    if experts.shared:
-        ranks = 1 if spreads_tokens(shape, layout) else layout.tensor
+    if not layout.on_shared_rank:
+        yield _routed(shape, experts, layout, layers)
+    if experts.shared and (layout.on_shared_rank or not layout.shared.ranks):
+        ranks = 1 if whole_shared(shape, layout) else layout.tensor
         if experts.shared % ranks:
             raise ValueError(
                 f"tensor_parallel_size {ranks} does not divide its shared experts' size {experts.shared}"
@@ -236,7 +261,7 @@ def _experts(shape: ModelShape, experts: Experts, layout: Layout, size: int) -> 
 
 def _routed(shape: ModelShape, experts: Experts, layout: Layout, layers: list[int]) -> Part:
     """The experts of a rank. vLLM keeps all experts of a layer as it keeps the first."""
-    held = experts.count // layout.ranks if layout.expert_parallel else experts.count
+    held = experts.count // layout.routed_ranks if layout.expert_parallel else experts.count
     middle = experts.intermediate if layout.expert_parallel else experts.intermediate // layout.ranks
     block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
     if shape.model_type == "mixtral":

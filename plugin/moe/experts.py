@@ -70,10 +70,14 @@ def check_layer(layer: "RoutedExperts") -> None:
         )
 
 
-def local_experts(layer: "RoutedExperts") -> LocalExperts:
-    """What this rank holds of ``layer``."""
+def local_experts(layer: "RoutedExperts", before: int = 0) -> LocalExperts:
+    """What this rank holds of ``layer``.
+
+    :param before: the first ranks, which hold none (``own_ranks.py``); this is not one of them.
+    """
     moe = layer.moe_config
-    first = moe.moe_parallel_config.ep_rank * moe.num_local_experts if moe.moe_parallel_config.use_ep else 0
+    rank = moe.moe_parallel_config.ep_rank - before if moe.moe_parallel_config.use_ep else 0
+    first = rank * moe.num_local_experts
     method: Any = layer.quant_method
     return LocalExperts(
         total=moe.num_experts,

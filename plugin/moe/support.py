@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .communication.preference import preferred_way
+from .placement import Placement, SharedPlacement, check_placement, shared_placement
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -16,7 +17,8 @@ def check_experts(config: "VllmConfig") -> None:
     if model is None or not model.is_moe:
         return
     _check_settings(parallel)
-    _check_division(model, parallel)
+    check_placement(config)
+    _check_division(model, parallel, shared_placement(config))
 
 
 def _check_settings(parallel: "ParallelConfig") -> None:
@@ -38,12 +40,12 @@ def _middle(text: Any) -> int | None:
     return getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
 
 
-def _check_division(model: "ModelConfig", parallel: "ParallelConfig") -> None:
+def _check_division(model: "ModelConfig", parallel: "ParallelConfig", asked: SharedPlacement) -> None:
     tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
     ranks, experts, middle = tensor * data, model.get_num_experts(), _middle(model.hf_text_config)
     layout = f"{ranks} ranks (tensor_parallel_size {tensor} × data_parallel_size {data})"
     if parallel.enable_expert_parallel:
-        if experts % ranks:
+        if not asked.ranks and experts % ranks:
             raise ValueError(
                 f"{experts} experts cannot be spread evenly over {layout}: choose sizes whose product divides "
                 f"{experts}, or leave enable_expert_parallel off"
@@ -54,8 +56,9 @@ def _check_division(model: "ModelConfig", parallel: "ParallelConfig") -> None:
             f"divides {middle}, or set enable_expert_parallel, which keeps experts whole"
         )
     shared = getattr(model.hf_text_config, "n_shared_experts", None) or 0
-    if middle is not None and shared * middle % tensor:
+    whole = asked.ranks or asked.placement is Placement.WHOLE
+    if middle is not None and not whole and shared * middle % tensor:
         raise ValueError(
             f"shared experts of {shared * middle} intermediate elements cannot be split over tensor_parallel_size "
-            f"{tensor}: choose one that divides {shared * middle}"
+            f"{tensor}: choose one that divides {shared * middle}, or set shared_experts to 'replicated'"
         )

@@ -1,6 +1,7 @@
 """The memory ledger against models that transformers builds, published sizes, and the command that prints it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from npufleet.cluster import cli
 from npufleet.cluster.plan.memory import GIB, Limits, capture_sizes, kv_per_token, ledger
 from npufleet.cluster.plan.model import ModelShape, from_config
+from npufleet.cluster.plan.shared import SharedExperts, of_engine
 from npufleet.cluster.plan.weights import Layout, weights
 
 PUBLISHED = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "published").glob("*.json"))
@@ -155,6 +157,41 @@ def test_spread_tokens_take_whole_shared_experts() -> None:
     assert sizes[0] == 2 * sizes[1]
 
 
+def of_shared(layout: Layout) -> tuple[int, int]:
+    """Elements of shared and of routed experts on a rank of a tiny DeepSeek V3."""
+    parts = {part.name: part.elements for part in weights(from_config(config("deepseek_v3")), layout)}
+    return parts.get("shared experts", 0), parts.get("experts", 0)
+
+
+def test_shared_experts_lie_where_they_are_asked_for() -> None:
+    whole, split_up = (SharedExperts(placement=name) for name in ("replicated", "tensor-parallel"))
+    four = Layout(tensor=2, data=2, expert_parallel=True)
+    full = of_shared(four)[0]
+    assert of_shared(replace(four, shared=split_up))[0] == full // 2
+    assert of_shared(replace(four, data=1))[0] == full // 2
+    assert of_shared(replace(four, data=1, shared=whole))[0] == full
+    alone = replace(four, shared=SharedExperts(ranks=2))
+    routed = of_shared(four)[1]
+    assert of_shared(alone) == (0, 2 * routed)
+    assert of_shared(replace(alone, on_shared_rank=True)) == (full, 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            {"shared_experts": "everywhere"},
+            "shared_experts: expected one of auto, replicated, tensor-parallel",
+        ),
+        ({"shared_expert_ranks": -1}, "shared_expert_ranks: expected an integer from 0"),
+        ({"shared_experts_overlap": 1}, "shared_experts_overlap: expected true or false"),
+    ],
+)
+def test_a_wrong_placement_is_refused(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_engine({"additional_config": engine}, "engine")
+
+
 def test_a_token_of_kv_cache() -> None:
     dense = from_config(config("llama"))
     head = dense.hidden // dense.heads
@@ -245,6 +282,20 @@ def test_the_parts_never_exceed_the_budget(kind: str, hbm: int, tokens: int, sha
         ("llama", {}, Layout(tensor=3), "does not divide its 8 attention heads"),
         ("llama", {"num_key_value_heads": 6}, Layout(tensor=4), "neither divides"),
         ("deepseek_v3", {}, Layout(data=3, expert_parallel=True), "3 ranks do not divide its 16 experts"),
+        ("mixtral", {}, Layout(tensor=2, shared=SharedExperts(placement="replicated")), "this one has none"),
+        ("deepseek_v3", {}, Layout(tensor=2, shared=SharedExperts(ranks=1)), "need expert parallelism"),
+        (
+            "deepseek_v3",
+            {},
+            Layout(tensor=4, expert_parallel=True, shared=SharedExperts(ranks=1)),
+            "3 ranks for routed experts do not divide its 16 experts",
+        ),
+        (
+            "deepseek_v3",
+            {},
+            Layout(tensor=2, expert_parallel=True, shared=SharedExperts(ranks=2)),
+            "leave none of 2",
+        ),
         ("mixtral", {}, Layout(data=3), "do not divide an expert's intermediate size 256"),
     ],
 )
@@ -296,6 +347,8 @@ def test_a_fleet_is_planned_with_its_engine_arguments(
         "expert_parallel": True,
         "pipeline": 1,
         "stage": 0,
+        "shared": {"placement": "auto", "ranks": 0, "overlap": False},
+        "on_shared_rank": False,
     }
     assert data["limits"]["max_num_seqs"] == 8
 

@@ -64,6 +64,7 @@ def run_rank(rank: int, port: int, results: Any) -> None:
     from npufleet.plugin.moe.communication import group
     from npufleet.plugin.moe.communication.all_gather import AllGather
     from npufleet.plugin.moe.communication.all_to_all import AllToAll
+    from npufleet.plugin.moe.communication.base import own_rows
     from npufleet.plugin.moe.communication.mc2 import MC2
     from npufleet.plugin.moe.experts import LocalExperts
 
@@ -104,6 +105,15 @@ def run_rank(rank: int, port: int, results: Any) -> None:
             out, whole = way.run(*given, local, None)
             assert whole
             errors[f"{name} {tokens}"] = error(out, layer(*case))
+
+        def shared(x: torch.Tensor = given[0]) -> torch.Tensor:
+            """Shared experts that double the tokens, of this rank's part."""
+            return own_rows(2 * x, rank, RANKS)
+
+        for way in (AllGather(config(False)), AllToAll(config(False)), MC2(config(False), experts_group)):
+            out, whole = way.run(*given, local, None, shared)
+            out = out if whole else tensor_model_parallel_all_reduce(out)
+            errors[f"{type(way).__name__} and shared {tokens}"] = error(out, layer(*case) + 2 * case[0])
     case = make(5, seed=50 + rank)  # a rank's own tokens, all for the experts of rank 1
     case = (
         case[0],
@@ -120,6 +130,9 @@ def run_rank(rank: int, port: int, results: Any) -> None:
         out, whole = way.run(*given, local, step)
         assert whole
         errors[f"spread {type(way).__name__}"] = error(out, layer(*case))
+        out, whole = way.run(*given, local, step, lambda: 2 * given[0])
+        assert whole
+        errors[f"spread {type(way).__name__} and shared"] = error(out, layer(*case) + 2 * case[0])
     results.put((rank, errors))
 
 
@@ -142,5 +155,5 @@ def test_two_ranks_agree_with_the_definition() -> None:
             process.join(10)
             process.kill()
     for errors in found.values():
-        assert len(errors) == 12
+        assert len(errors) == 24
         assert max(errors.values()) < 1e-5, errors

@@ -11,6 +11,8 @@ from vllm.config.compilation import CompilationMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from npufleet.plugin import support
+
 Checkpoint = Callable[..., Path]
 
 
@@ -48,6 +50,19 @@ def test_graph_modes(checkpoint: Checkpoint, asked: str, given: CUDAGraphMode) -
 def test_the_compiler_is_turned_off(checkpoint: Checkpoint) -> None:
     config = configure(checkpoint("llama"), compilation_config={"mode": CompilationMode.VLLM_COMPILE})
     assert config.compilation_config.mode == CompilationMode.NONE
+
+
+def test_passes_of_the_compiler(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named where they are asked for; what vLLM no longer has, it refuses by name: sequence parallelism is one."""
+    lines: list[str] = []
+    assert support.logger.name.startswith("vllm."), "vLLM shows no other logger's lines"
+    monkeypatch.setattr(support.logger, "info_once", lambda text, *args: lines.append(text % args))
+    configure(checkpoint("llama"))
+    assert not any("Passes" in line for line in lines)
+    configure(checkpoint("llama"), compilation_config={"pass_config": {"fuse_norm_quant": True}})
+    assert "Passes of torch.compile are not used on NPU: fuse_norm_quant." in lines
+    with pytest.raises(ValueError, match=r"enable_sp\n.*[Uu]nexpected"):
+        configure(checkpoint("llama"), compilation_config={"pass_config": {"enable_sp": True}})
 
 
 def test_eager(checkpoint: Checkpoint) -> None:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed import get_dp_group, get_ep_group
+from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-from .base import Communication
+from .base import Communication, Own, add_own_rows
 
 if TYPE_CHECKING:
     from vllm.forward_context import DPMetadata
@@ -55,12 +55,28 @@ class AllGather(Communication):
         experts: torch.Tensor,
         local: "LocalExperts",
         step: "DPMetadata | None",
+        own: Own | None = None,
     ) -> tuple[torch.Tensor, bool]:
         """As :meth:`Communication.run`; whole only where the tokens are spread over the tensor-parallel ranks
         too.
         """
+        out = self._routed(x, weights, experts, local, step)
+        if own is not None and self._sequence_parallel:
+            out += own()
+        elif own is not None:
+            add_own_rows(out, own(), get_tp_group().rank_in_group)
+        return out, self._sequence_parallel and step is not None
+
+    def _routed(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        local: "LocalExperts",
+        step: "DPMetadata | None",
+    ) -> torch.Tensor:
         if step is None:
-            return local.apply(x, weights, experts), False
+            return local.apply(x, weights, experts)
         group = get_ep_group() if self._sequence_parallel else get_dp_group()
         with step.sp_local_sizes(self._sp_size) as sizes:
             largest = max(sizes)
@@ -71,4 +87,4 @@ class AllGather(Communication):
         weights_all, experts_all = (part.contiguous() for part in choices_all.chunk(2, dim=1))
         out = local.apply(x_all, weights_all.view(torch.float32), experts_all)
         out = group.reduce_scatter(restore_padding(out, sizes), dim=0)
-        return out[: x.shape[0]], self._sequence_parallel
+        return out[: x.shape[0]]

@@ -1,6 +1,7 @@
 """What every way of communication offers."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,25 @@ if TYPE_CHECKING:
     from vllm.forward_context import DPMetadata
 
     from ..experts import LocalExperts
+
+Own = Callable[[], torch.Tensor]
+"""Waits for what the shared experts make of the tokens that this rank alone computes them for: [t, hidden], where t are
+all the rank's tokens, or, of those that tensor-parallel ranks share, the rank's part (:func:`own_rows`)."""
+
+
+def own_rows(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The part of ``x`` [T, n] that is ``rank``'s where ``ranks`` divide it: [⌈T / ranks⌉, n], zeros behind its end."""
+    share = -(-x.shape[0] // ranks)
+    mine = x[rank * share : (rank + 1) * share]
+    missing = share - mine.shape[0]
+    return mine if missing == 0 else torch.cat([mine, x.new_zeros(missing, *x.shape[1:])])
+
+
+def add_own_rows(x: torch.Tensor, own: torch.Tensor, rank: int) -> None:
+    """Add ``own``, as :func:`own_rows` has cut it, to its place in ``x``."""
+    mine = x[rank * own.shape[0] : (rank + 1) * own.shape[0]]
+    if mine.shape[0]:
+        mine += own[: mine.shape[0]]
 
 
 class Communication(ABC):
@@ -22,6 +42,7 @@ class Communication(ABC):
         experts: torch.Tensor,
         local: "LocalExperts",
         step: "DPMetadata | None",
+        own: Own | None = None,
     ) -> tuple[torch.Tensor, bool]:
         """The layer's output [T, hidden] for this rank's tokens, and whether it is whole.
 
@@ -33,4 +54,5 @@ class Communication(ABC):
         :param experts: int32 [T, k].
         :param local: the experts of this rank.
         :param step: tokens of each data-parallel rank; None without data parallelism.
+        :param own: what the output also has to hold, of the rank's own tokens.
         """

@@ -11,9 +11,10 @@ from vllm.platforms import current_platform
 from npufleet.kernels.distribute_limits import MIB, Distribution
 from npufleet.kernels.ops.moe_distribute import ExpertGroup
 
+from ..placement import check_operators, shared_placement
 from .all_gather import AllGather
 from .all_to_all import AllToAll
-from .base import Communication
+from .base import Communication, Own
 from .choice import Layout, Way, chip_of, choose
 from .group import distribution, opened
 from .mc2 import MC2
@@ -38,11 +39,12 @@ def layout_of(moe: FusedMoEConfig, config: VllmConfig, mc2_tokens: int = 0) -> L
         sharing=tensor,
         gathers=tensor > 1 and not moe.is_sequence_parallel,
         mc2_tokens=mc2_tokens,
+        shared_ranks=shared_placement(config).ranks,
         preferred=preferred_way(config),
     )
 
 
-def mc2_layer(moe: FusedMoEConfig) -> Distribution | None:
+def mc2_layer(moe: FusedMoEConfig, shared_ranks: int = 0) -> Distribution | None:
     """How MC2 spreads a layer, or None on a chip without it."""
     return distribution(
         current_platform.get_device_name(),
@@ -50,6 +52,7 @@ def mc2_layer(moe: FusedMoEConfig) -> Distribution | None:
         moe.num_experts,
         moe.experts_per_token,
         moe.hidden_dim,
+        shared_ranks,
     )
 
 
@@ -64,19 +67,22 @@ class BySize(Communication):
     """Chooses for each step, alike on every rank: from the tokens of the largest data-parallel rank."""
 
     def __init__(self, moe: FusedMoEConfig, config: VllmConfig) -> None:
-        """:raises ValueError: the user asked for MC2 by name, and its operators do not take this layer."""
+        """:raises ValueError: the user asked for MC2 by name, or for ranks for shared experts alone, and its operators
+        do not take this layer.
+        """
         layout, group = layout_of(moe, config), opened()
         self._ways: dict[Way, Communication] = {Way.ALL_GATHER: AllGather(moe)}
-        if layout.ep_size > 1:
+        if layout.ep_size > 1 and not layout.shared_ranks:
             self._ways[Way.ALL_TO_ALL] = AllToAll(moe)
-        layer = mc2_layer(moe) if layout.ep_size > 1 and group is not None else None
-        if layer is not None and group is not None and not layer.refusals():
+        layer = mc2_layer(moe, layout.shared_ranks)
+        check_operators(layout.shared_ranks, current_platform.get_device_name(), layer)
+        if layout.ep_size > 1 and group is not None and layer is not None and not layer.refusals():
             share = -(-config.scheduler_config.max_num_batched_tokens // layout.sharing)
             tokens = mc2_tokens(layer, group.buffer_bytes, share * layer.top_k)
             layout = replace(layout, mc2_tokens=tokens)
             self._ways[Way.MC2] = MC2(moe, ExpertGroup(name=group.name, rank=group.rank, layout=layer))
         if layout.preferred is Way.MC2 and layout.mc2_tokens == 0:
-            raise ValueError(why_not_mc2(layout, mc2_layer(moe)))
+            raise ValueError(why_not_mc2(layout, layer))
         self._layout = layout
 
     def run(
@@ -86,11 +92,12 @@ class BySize(Communication):
         experts: torch.Tensor,
         local: "LocalExperts",
         step: "DPMetadata | None",
+        own: Own | None = None,
     ) -> tuple[torch.Tensor, bool]:
         """As :meth:`Communication.run`."""
         # The tokens of a replica before sequence parallelism divides them, so that all ranks count alike.
         tokens = x.shape[0] if step is None else int(step.num_tokens_across_dp_cpu.max())
-        return self._ways[choose(self._layout, tokens)].run(x, weights, experts, local, step)
+        return self._ways[choose(self._layout, tokens)].run(x, weights, experts, local, step, own)
 
 
 def why_not_mc2(layout: Layout, layer: Distribution | None) -> str:

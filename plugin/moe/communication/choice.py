@@ -55,6 +55,8 @@ class Layout:
     """Whether they gather the results of those that are sent to experts."""
     mc2_tokens: int = 0
     """Tokens of a rank that MC2 takes: what its operators, their buffer and the memory for their rows allow."""
+    shared_ranks: int = 0
+    """Ranks that hold the shared experts and no others: rows reach them by MC2 or all-gather alone."""
     preferred: Way | None = None
     """What the user asked for: wherever it can be taken."""
 
@@ -79,14 +81,14 @@ def choose(layout: Layout, tokens: int) -> Way:
     at most 2 k (n − 1) / n, which is less where a token goes to fewer experts than there are ranks. MC2 reads nothing
     on the host, but has room for few tokens. All-to-all reads the sizes, so small steps, which wait for the host and
     may be captured, go by all-gather where MC2 does not take them. So do nodes of A2: all-to-all is slow on the RoCE
-    between them.
+    between them; and layers with ranks for shared experts alone.
     """
     if layout.ep_size == 1 or layout.preferred is Way.ALL_GATHER:
         return Way.ALL_GATHER
     share = -(-tokens // layout.sharing)
     if share <= layout.mc2_tokens and layout.preferred in (None, Way.MC2):
         return Way.MC2
-    if tokens <= layout.capacity:
+    if tokens <= layout.capacity or layout.shared_ranks:
         return Way.ALL_GATHER
     if layout.preferred is Way.ALL_TO_ALL:
         return Way.ALL_TO_ALL

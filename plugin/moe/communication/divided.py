@@ -7,8 +7,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-from .all_gather import pad_rows
-from .base import Communication
+from .base import Communication, Own, own_rows
 
 if TYPE_CHECKING:
     from vllm.forward_context import DPMetadata
@@ -40,20 +39,24 @@ class Divided(Communication):
         experts: torch.Tensor,
         local: "LocalExperts",
         step: "DPMetadata | None",
+        own: Own | None = None,
     ) -> tuple[torch.Tensor, bool]:
         """As :meth:`Communication.run`; the output is whole."""
         tokens = x.shape[0] if step is None else int(step.num_tokens_across_dp_cpu.max())
         largest = -(-tokens // (self._spread * self._sharing))
         if self._sharing == 1:
-            return self._own(x, weights, experts, local, largest), True
+            return self._with(own, self._own(x, weights, experts, local, largest)), True
         group, tokens = get_tp_group(), x.shape[0]
-        share = -(-tokens // self._sharing)
+        rank = group.rank_in_group
         # The last rank's padding goes to experts with weight 0: fewer rows than there are ranks.
-        whole = share * self._sharing
-        mine = slice(group.rank_in_group * share, (group.rank_in_group + 1) * share)
-        x, weights = pad_rows(x, whole)[mine], pad_rows(weights, whole)[mine]
-        out = self._own(x, weights, pad_choices(experts, whole)[mine], local, largest)
+        experts = pad_choices(experts, -(-tokens // self._sharing) * self._sharing)
+        x, weights, experts = (own_rows(part, rank, self._sharing) for part in (x, weights, experts))
+        out = self._with(own, self._own(x, weights, experts, local, largest))
         return group.all_gather(out, dim=0)[:tokens], True
+
+    @staticmethod
+    def _with(own: Own | None, out: torch.Tensor) -> torch.Tensor:
+        return out if own is None else out.add_(own())
 
     @abstractmethod
     def _own(

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from npufleet.kernels.distribute_limits import FULL_MESH, HIERARCHY, MIB, Distribution, generation
 from npufleet.kernels.ops.moe_distribute import communicator_name
 
+from ..placement import shared_placement
 from .choice import Way, worth_sending
 from .preference import preferred_way
 
@@ -66,15 +67,39 @@ def hccl_buffer_bytes() -> int:
     return int(text) * MIB
 
 
-def distribution(chip: str, ranks: int, experts: int, top_k: int, hidden: int) -> Distribution | None:
-    """How MC2 spreads a layer, or None on a chip that its operators are not documented for."""
+def distribution(
+    chip: str, ranks: int, experts: int, top_k: int, hidden: int, shared_ranks: int = 0
+) -> Distribution | None:
+    """How MC2 spreads a layer, or None on a chip that its operators are not documented for.
+
+    :param shared_ranks: those that hold the shared experts alone. To the operators they are one shared expert.
+    """
     kind = generation(chip)
     if kind is None:
         return None
     a3 = "fullmesh_v1"
     algorithm = a3 if kind == "A3" else HIERARCHY if ranks in HIERARCHICAL_RANKS else FULL_MESH
     return Distribution(
-        generation=kind, algorithm=algorithm, ranks=ranks, experts=experts, top_k=top_k, hidden=hidden
+        generation=kind,
+        algorithm=algorithm,
+        ranks=ranks,
+        experts=experts,
+        top_k=top_k,
+        hidden=hidden,
+        shared_ranks=shared_ranks,
+    )
+
+
+def distribution_of(config: "VllmConfig", chip: str) -> Distribution | None:
+    """How MC2 would spread the layers of an engine's model, or None on a chip without it."""
+    model, parallel = config.model_config, config.parallel_config
+    return distribution(
+        chip,
+        parallel.tensor_parallel_size * parallel.data_parallel_size,
+        model.get_num_experts(),
+        getattr(model.hf_text_config, "num_experts_per_tok", None) or 1,
+        model.get_hidden_size(),
+        shared_placement(config).ranks,
     )
 
 
@@ -90,14 +115,12 @@ def wanted(config: "VllmConfig", chip: str) -> bool:
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if preferred not in (None, Way.MC2) or ranks == 1:
         return False
-    text = model.hf_text_config
-    top_k = getattr(text, "num_experts_per_tok", None) or 1
-    layer = distribution(chip, ranks, model.get_num_experts(), top_k, model.get_hidden_size())
+    layer = distribution_of(config, chip)
     if layer is None or layer.refusals():
         return False
     gathers = parallel.tensor_parallel_size > 1 and not parallel.use_sequence_parallel_moe
-    worth = worth_sending(layer.generation, ranks, top_k, gathers=gathers) and model.dtype in HALVES
-    return preferred is Way.MC2 or worth
+    worth = layer.shared_ranks > 0 or worth_sending(layer.generation, ranks, layer.top_k, gathers=gathers)
+    return preferred is Way.MC2 or (worth and model.dtype in HALVES)
 
 
 def open_group(config: "VllmConfig") -> None:

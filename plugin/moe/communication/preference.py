@@ -3,12 +3,14 @@
 import difflib
 from typing import TYPE_CHECKING
 
+from ..placement import OVERLAP, PLACEMENT, RANKS
 from .choice import Way
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "moe_communication"
+OPTIONS = (OPTION, PLACEMENT, RANKS, OVERLAP)
 OF_OTHERS = ("npus",)
 """Keys that the launcher sets and the worker reads (``plugin/worker.py``)."""
 
@@ -22,8 +24,8 @@ def preferred_way(config: "VllmConfig") -> Way | None:
     if not isinstance(given, dict):
         return None
     for key in given:
-        if key not in (OPTION, *OF_OTHERS):
-            near = difflib.get_close_matches(str(key), [OPTION], cutoff=0.0)
+        if key not in (*OPTIONS, *OF_OTHERS):
+            near = difflib.get_close_matches(str(key), OPTIONS, n=1, cutoff=0.0)
             raise ValueError(f"additional_config has no {key!r}; there is {near[0]!r}")
     name = given.get(OPTION, "auto")
     names = {way.value: way for way in Way}
