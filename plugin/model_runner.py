@@ -4,6 +4,7 @@ import gc
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -34,6 +35,10 @@ class NPUModelRunner(GPUModelRunner):
                 inner.logprobs_mode, inner.use_fp64_gumbel, self._largest_top_k
             )
         self._pages_to_zero: list[torch.Tensor] = []
+        # Where tokens are spread over tensor-parallel ranks, some of vLLM's models tell a rank's part of a step from
+        # the whole by its rows. The part of one token is one row, so they would take padding for the token
+        # (vllm/model_executor/models/deepseek_v2.py; vLLM's issue 50154 and pull request 50691).
+        self._smallest_step = 2 if self.parallel_config.use_sequence_parallel_moe else 1
 
     def _largest_top_k(self, requests: int) -> int:
         """The largest top-k of the running batch, read on the host; the vocabulary size if the logits are not
@@ -55,6 +60,36 @@ class NPUModelRunner(GPUModelRunner):
         if type(wrapped) is CUDAGraphWrapper:
             self.model = ACLGraphWrapper(wrapped.unwrap(), self.vllm_config, wrapped.runtime_mode)
 
+    def _determine_batch_execution_and_padding(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        num_scheduled_tokens_np: np.ndarray,
+        max_num_scheduled_tokens: int,
+        *args: Any,
+        force_uniform_decode: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As vLLM's, with steps of at least ``_smallest_step`` tokens; a padded decode step stays one."""
+        if num_tokens < self._smallest_step:
+            force_uniform_decode = self._is_uniform_decode(
+                max_num_scheduled_tokens=max_num_scheduled_tokens,
+                uniform_decode_query_len=self.uniform_decode_query_len,
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                force_uniform_decode=force_uniform_decode,
+            )
+            num_tokens = self._smallest_step
+        return super()._determine_batch_execution_and_padding(
+            num_tokens,
+            num_reqs,
+            num_scheduled_tokens_np,
+            max_num_scheduled_tokens,
+            *args,
+            force_uniform_decode=force_uniform_decode,
+            **kwargs,
+        )
+
     @torch.inference_mode()
     def capture_model(self) -> int:
         """Capture a graph for each batch size, the largest first so that the others share its memory.
@@ -74,7 +109,9 @@ class NPUModelRunner(GPUModelRunner):
         try:
             with self._freeze_gc(), torch.npu.stream(stream):
                 for mode, descriptors in self.cudagraph_dispatcher.get_capture_descs():
-                    self._capture_cudagraphs(descriptors, mode)
+                    taken = [step for step in descriptors if step.num_tokens >= self._smallest_step]
+                    if taken:
+                        self._capture_cudagraphs(taken, mode)
         finally:
             set_cudagraph_capturing_enabled(False)
         torch.npu.current_stream().wait_stream(stream)

@@ -42,7 +42,13 @@ def _weights(source: Path, engine: Mapping[str, Any], sizes: Mapping[str, int]) 
     if shape is not None:
         expert_parallel = bool(engine.get("enable_expert_parallel", False))
         shared = of_engine(engine, "additional_config")
-        layout = Layout(**sizes, expert_parallel=expert_parallel, shared=shared)
+        layout = Layout(
+            tensor=sizes["tensor"],
+            data=sizes["data"],
+            pipeline=sizes["pipeline"],
+            expert_parallel=expert_parallel,
+            shared=shared,
+        )
         return max(
             sum(part.bytes for part in (*weights(shape, rank), *derived(shape, rank)))
             for rank in kinds_of_ranks(layout)

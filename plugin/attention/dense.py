@@ -137,6 +137,8 @@ class AscendAttentionImpl(AttentionImpl[DenseMetadata]):
             return self._attend_without_cache(query, key, value, attn_metadata, output)
         pages = self._paged(kv_cache)
         tokens = attn_metadata.num_tokens
+        if tokens < output.shape[0]:
+            output[tokens:].zero_()
         if self.writes_cache and key is not None:
             written = attn_metadata.slots.shape[0]
             write_kv(key[:written], value[:written], pages.key_cache, pages.value_cache, attn_metadata.slots)

@@ -55,7 +55,7 @@ class _Placed:
         self.absent = asked.ranks > 0 and get_ep_group().rank_in_group >= asked.ranks
         self.moved = given != disable_tp or asked.ranks > 0
         self.claimed = False
-        super().__init__(*args, disable_tp=given, **kwargs)
+        super().__init__(*args, disable_tp=given, **kwargs)  # type: ignore[call-arg]
         if self.absent:
             _empty(self)
 
