@@ -60,13 +60,13 @@ class NPUModelRunner(GPUModelRunner):
         if type(wrapped) is CUDAGraphWrapper:
             self.model = ACLGraphWrapper(wrapped.unwrap(), self.vllm_config, wrapped.runtime_mode)
 
-    def _determine_batch_execution_and_padding(
+    def _determine_batch_execution_and_padding(  # type: ignore[override]  # vLLM names the arguments
         self,
         num_tokens: int,
         num_reqs: int,
         num_scheduled_tokens_np: np.ndarray,
         max_num_scheduled_tokens: int,
-        *args: Any,
+        *,
         force_uniform_decode: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -85,7 +85,6 @@ class NPUModelRunner(GPUModelRunner):
             num_reqs,
             num_scheduled_tokens_np,
             max_num_scheduled_tokens,
-            *args,
             force_uniform_decode=force_uniform_decode,
             **kwargs,
         )

@@ -23,8 +23,9 @@ def spread_layers(worker: Any) -> tuple[int, int, dict[str, int]]:
     """Layers of experts that the worker has, those of them whose tokens are spread over its replica, and calls of each
     way's operator.
     """
-    from npufleet.kernels.virtual import counters
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from npufleet.kernels.virtual import counters
 
     modules = worker.model_runner.get_model().modules()
     layers = [module.moe_config for module in modules if isinstance(module, MoERunner)]

@@ -22,6 +22,8 @@ A3 = "virtual:4:Ascend910_9391,hbm=16GiB"
 DISPATCH = "npu::npu_moe_distribute_dispatch_v2"
 WIDE = 1024
 """The smallest hidden size that dispatch and combine take on A3."""
+SEEDS = {"deepseek-v3-moe": 2, "glm4-moe": 0}
+"""Of weights whose greedy steps are clearly apart."""
 
 
 def asked(**options: Any) -> dict[str, Any]:
@@ -76,10 +78,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     @cache
     def make(name: str) -> tuple[Path, list[tuple[int, ...]]]:
         plain = BY_NAME[name]
-        changed = replace(plain, name=f"{name}-wide", config={**plain.config, "hidden_size": WIDE})
+        wide_config = {**plain.config, "hidden_size": WIDE}
+        changed = replace(plain, name=f"{name}-wide", config=wide_config, seed=SEEDS[name])
         path = write(changed, folder)
         model = load(path)
-        answers = [reference_greedy(model, prompt, STEPS, use_cache=True) for prompt in prompts(VOCAB)]
+        answers = [reference_greedy(model, prompt, STEPS) for prompt in prompts(VOCAB)]
         assert min(answer.margin for answer in answers) > 1e-3
         return path, [answer.tokens for answer in answers]
 
