@@ -518,3 +518,20 @@ def test_the_command_reads_modelslims_file(checkpoint: Path, capsys: pytest.Capt
 def test_a_model_whose_layers_are_all_dense_has_no_experts() -> None:
     found = from_config(config("deepseek_v2") | {"first_k_dense_replace": 3, "num_experts_per_tok": None})
     assert found.experts is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("{shared_experts: replicated}", "experts spread over 4 ranks, shared ones replicated"),
+        ("{shared_expert_ranks: 2}", "experts spread over 2 ranks, shared ones on 2 of their own"),
+    ],
+)
+def test_the_command_says_where_shared_experts_lie(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    engine = f"{{tensor_parallel_size: 4, enable_expert_parallel: true, additional_config: {options}}}"
+    fleet.write_text(f"models:\n  - {{name: chat, source: {checkpoint}, engine: {engine}}}\n")
+    assert cli.main(["plan", "memory", str(fleet)]) == 0
+    assert said in capsys.readouterr().out
