@@ -42,9 +42,9 @@ class Case:
 
 def cases(sizes: tuple[int, ...], loads: tuple[float, ...]) -> Iterator[Case]:
     """The main table, then the variations on the smaller fleet at 0.9 of its capacity."""
-    for engines in sizes:
-        spec = FleetSpec(engines=engines, device=preset(DEFAULT_PRESET))
-        for load in loads:
+    for load in loads:
+        for engines in sizes:
+            spec = FleetSpec(engines=engines, device=preset(DEFAULT_PRESET))
             for name in policies():
                 yield Case(title="", policy=name, load=load, spec=spec)
     base = FleetSpec(engines=sizes[0], device=preset(DEFAULT_PRESET))
@@ -114,23 +114,7 @@ def main() -> int:
         print(f"{engines} engines {rates[engines]:.2f} requests/s;", end=" ", flush=True)
     print()
     todo = [case for case in cases(tuple(args.engines), tuple(args.loads)) if args.varied or not case.title]
-    done: list[tuple[Case, Result]] = []
-    begun = time.monotonic()
-    with ProcessPoolExecutor(
-        args.jobs, initializer=_load, initargs=(args.trace, args.part, args.requests)
-    ) as pool:
-        jobs = [pool.submit(_run, case, rates[case.spec.engines]) for case in todo]
-        for number, job in enumerate(jobs, 1):
-            case, result = job.result()
-            done.append((case, result))
-            print(
-                f"[{number}/{len(todo)} {time.monotonic() - begun:4.0f} s] {case.spec.engines} engines, load"
-                f" {case.load:g}"
-                f" {case.title:42s} {case.policy:18s} TTFT mean {result.ttft_mean:7.2f} p90 {result.ttft_p90:7.2f}"
-                f" s, hits {result.hit_rate:.1%}, goodput {result.goodput:.1%}",
-                flush=True,
-            )
-    rows = [{"title": case.title, **result.as_dict()} for case, result in done]
+    rows: list[dict[str, Any]] = []
     facts = {
         "requests": len(_trace),
         "reuse": reuse(_trace),
@@ -138,11 +122,26 @@ def main() -> int:
         "trace": args.trace.name,
         "part": args.part,
     }
+    begun = time.monotonic()
+    with ProcessPoolExecutor(
+        args.jobs, initializer=_load, initargs=(args.trace, args.part, args.requests)
+    ) as pool:
+        jobs = [pool.submit(_run, case, rates[case.spec.engines]) for case in todo]
+        for number, job in enumerate(jobs, 1):
+            case, result = job.result()
+            rows.append({"title": case.title, **result.as_dict()})
+            if args.json:  # what is there counts, should the rest never come
+                args.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+            print(
+                f"[{number}/{len(todo)} {time.monotonic() - begun:4.0f} s] {case.spec.engines} engines, load"
+                f" {case.load:g}"
+                f" {case.title:42s} {case.policy:18s} TTFT mean {result.ttft_mean:7.2f} p90 {result.ttft_p90:7.2f}"
+                f" s, hits {result.hit_rate:.1%}, goodput {result.goodput:.1%}",
+                flush=True,
+            )
     if args.write:
         (args.write / "routing-benchmark.md").write_text(page(facts, rows))
         plot(rows, args.write / "routing-benchmark.svg")
-    if args.json:
-        args.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     return 0
 
 

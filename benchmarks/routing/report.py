@@ -15,11 +15,12 @@ _HEAD = """\
 
 Written by `make bench-routing TRACE=…` (`benchmarks/routing`); do not edit by hand.
 
-{which} ({requests:,} requests, {reuse:.1%} of their prompt blocks were seen before) go through the
-real routing code to simulated engines: block-level models of vLLM's scheduler and KV cache, equal to the real ones
-step for step in a test, with the literature-calibrated preset of Qwen3-32B on four A3 dies. The virtual clock
-makes each run repeatable. Blocks have 512 tokens, as in the trace; blocks of answers are not reused, because the
-trace does not tell them.
+{which}
+({requests:,} requests, {reuse:.1%} of their prompt blocks were seen before) goes through the real routing code to
+simulated engines: block-level models of vLLM's scheduler and KV cache, equal to the real ones step for step in a
+test, with the literature-calibrated preset of Qwen3-32B on four A3 dies. The virtual clock makes each run
+repeatable. Blocks have 512 tokens, as in the trace; blocks of answers are not reused, because the trace does not
+tell them.
 
 Load 1.0 is what the fleet completes when each engine in turn gets the next request and none is ever idle:
 {capacity}. Goodput is the share of requests with a first token within {ttft:g} s and then a token every
@@ -32,11 +33,8 @@ The best mean TTFT of each column is bold. Each cell is one run.
 
 
 _WHICH = {
-    "first": "The first half of `{trace}`, on which the weights of our policies were chosen,",
-    "second": (
-        "The second half of `{trace}`, of which nothing was used to choose the weights of our policies (that was the"
-        "\nfirst half),"
-    ),
+    "first": "The first half of `{trace}`, on which the weights of our policies were chosen",
+    "second": "The second half of `{trace}`; the weights of our policies were chosen on the first half alone",
     "whole": "All of `{trace}`",
 }
 

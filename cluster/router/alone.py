@@ -28,7 +28,7 @@ from npufleet.cluster.router.processes.supervisor import RouterProcesses
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.server import RouterHandle, serve_router
 from npufleet.cluster.router.settings import RouterSettings
-from npufleet.cluster.router.sources import DnsSource, FileSource, NamedBySelf, endpoints_of
+from npufleet.cluster.router.sources import DnsSource, FileSource, ToldBySelf, endpoints_of
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, known_transports
@@ -161,10 +161,7 @@ def source_of(args: argparse.Namespace, tls: Tls | None) -> EndpointSource:
     model = args.model or ""
     source: EndpointSource
     if args.engine:
-        endpoints = endpoints_of(args.engine, model)
-        source = StaticSource(endpoints)
-        if all(endpoint.model for endpoint in endpoints):
-            return source
+        source = StaticSource(endpoints_of(args.engine, model))
     elif args.engines_kubernetes:
         source = kubernetes.source_of(args.engines_kubernetes, model, args.kubernetes_api)
     elif args.engines_file is not None:
@@ -174,7 +171,7 @@ def source_of(args: argparse.Namespace, tls: Tls | None) -> EndpointSource:
         if not name or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"--engines-dns {args.engines_dns!r} is not NAME:PORT")
         source = DnsSource(name, int(port), model)
-    return NamedBySelf(source, args.transport, tls)
+    return ToldBySelf(source, args.transport, tls)
 
 
 async def serve(args: argparse.Namespace) -> None:

@@ -9,10 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from npufleet.cluster.endpoints import EndpointSource, EngineEndpoint, EngineState, Snapshot
+from npufleet.cluster.router.split.base import KV_ROLES, Role
+from npufleet.cluster.router.split.registry import handoff_of
 from npufleet.cluster.router.wire import path, pb
 from npufleet.cluster.transport.base import LinkSettings, Tls
 from npufleet.cluster.transport.registry import open_channel
@@ -105,10 +108,11 @@ class DnsSource:
         return sorted(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts)
 
 
-class NamedBySelf:
-    """``source`` with the model that each engine says it serves, where the source does not name it.
+class ToldBySelf:
+    """``source`` with what each engine says of itself: its model, where the source does not name it, its data-parallel
+    ranks, and how it hands prompts to other engines.
 
-    An engine without an answer yet is left out, and asked again every second.
+    An engine whose model nobody told yet is left out; engines without an answer are asked again every second.
     """
 
     def __init__(self, source: EndpointSource, transport: str, tls: Tls | None = None) -> None:
@@ -116,6 +120,7 @@ class NamedBySelf:
         self._transport = transport
         self._tls = tls
         self._names: dict[str, str] = {}
+        self._more: dict[str, dict[str, Any]] = {}
 
     async def watch(self) -> AsyncIterator[Snapshot]:
         """Yield what is known after each change of the source or of what is known."""
@@ -156,24 +161,48 @@ class NamedBySelf:
         for endpoint in endpoints:
             name = endpoint.model or self._names.get(endpoint.engine_id)
             if name:
-                yield replace(endpoint, model=name)
+                told = dict(self._more.get(endpoint.engine_id, {}))
+                if endpoint.role != Role.BOTH:  # the source knows better
+                    told.pop("role", None)
+                yield replace(endpoint, model=name, **told)
 
     async def _ask(self, endpoints: Sequence[EngineEndpoint]) -> None:
         present = {endpoint.engine_id for endpoint in endpoints}
         self._names = {key: name for key, name in self._names.items() if key in present}
-        silent = [e for e in endpoints if not e.model and e.engine_id not in self._names]
+        self._more = {key: told for key, told in self._more.items() if key in present}
+        silent = [
+            e
+            for e in endpoints
+            if e.engine_id not in self._more or not (e.model or e.engine_id in self._names)
+        ]
         await asyncio.gather(*map(self._ask_one, silent))
 
     async def _ask_one(self, endpoint: EngineEndpoint) -> None:
         channel = open_channel(self._transport, endpoint.address, LinkSettings(), self._tls)
-        ask = channel.unary_unary(
-            path("GetModelInfo"), response_deserializer=pb.GetModelInfoResponse.FromString
-        )
+        name, server = (channel.unary_unary(path(method)) for method in ("GetModelInfo", "GetServerInfo"))
         try:
-            info = await ask(pb.GetModelInfoRequest().SerializeToString(), timeout=_ASK_TIMEOUT)
+            if not endpoint.model:
+                raw = await name(pb.GetModelInfoRequest().SerializeToString(), timeout=_ASK_TIMEOUT)
+                info = pb.GetModelInfoResponse.FromString(raw)
+                self._names[endpoint.engine_id] = info.served_model_name or info.model_path or "default"
+            raw = await server(pb.GetServerInfoRequest().SerializeToString(), timeout=_ASK_TIMEOUT)
+            self._more[endpoint.engine_id] = _of_server(pb.GetServerInfoResponse.FromString(raw))
         except grpc.aio.AioRpcError as error:
-            _log.info("engine %s does not tell its model yet: %s", endpoint.engine_id, error.code().name)
-        else:
-            self._names[endpoint.engine_id] = info.served_model_name or info.model_path or "default"
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._more[endpoint.engine_id] = {}
+            _log.info("engine %s does not tell of itself yet: %s", endpoint.engine_id, error.code().name)
         finally:
             await channel.close()
+
+
+def _of_server(info: pb.GetServerInfoResponse) -> dict[str, Any]:
+    """The fields of an endpoint that a GetServerInfo answer tells."""
+    told: dict[str, Any] = {"ranks": max(1, info.data_parallel_size)}
+    if handoff_of(info.kv_connector) is not None:
+        roles = {kv_role: str(role) for role, kv_role in KV_ROLES.items()}
+        told |= {
+            "kv_connector": info.kv_connector,
+            "kv_engine_id": info.kv_engine_id,
+            "role": roles.get(info.kv_role, str(Role.BOTH)),
+        }
+    return told

@@ -133,7 +133,14 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
 
     async def GetServerInfo(self, request, context):
         await context.send_initial_metadata((("x-features", f"some of {self.name}"),))
-        return pb.GetServerInfoResponse(server_type=self.name, data_parallel_size=self.ranks)
+        kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}.get(self.role, "kv_both")
+        return pb.GetServerInfoResponse(
+            server_type=self.name,
+            data_parallel_size=self.ranks,
+            kv_connector=self.connector,
+            kv_role=kv_role if self.connector else "",
+            kv_engine_id=f"kv-{self.name}" if self.connector else "",
+        )
 
     async def GetLoads(self, request, context):
         return pb.GetLoadsResponse(version="fake", dp_rank_count=len(self.loads), loads=self.loads)

@@ -18,7 +18,7 @@ from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.router.base import RequestInfo
 from npufleet.cluster.router.server import serve_router
 from npufleet.cluster.router.settings import RouterSettings
-from npufleet.cluster.router.sources import DnsSource, FileSource, NamedBySelf, endpoint_of
+from npufleet.cluster.router.sources import DnsSource, FileSource, ToldBySelf, endpoint_of
 from npufleet.cluster.tls import ServerTls
 
 from .certificates import Authority
@@ -240,7 +240,7 @@ async def test_engines_say_themselves_what_they_serve():
     seen: list[dict[str, str]] = []
 
     async def follow() -> None:
-        async for snapshot in NamedBySelf(source, "http2").watch():
+        async for snapshot in ToldBySelf(source, "http2").watch():
             seen.append({endpoint.address: endpoint.model for endpoint in snapshot.endpoints})
 
     task = asyncio.create_task(follow())

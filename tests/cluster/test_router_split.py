@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import aclosing
 from dataclasses import replace
 
 import grpc
@@ -12,6 +13,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from npufleet.cluster.endpoints import EngineEndpoint
 from npufleet.cluster.proto.extension import EXTENSION_KEY, decode, encode
+from npufleet.cluster.router.pool import StaticSource
+from npufleet.cluster.router.sources import ToldBySelf
 from npufleet.cluster.router.split.base import Role, Stage
 from npufleet.cluster.router.split.registry import handoff_of, known_connectors
 from npufleet.cluster.router.split.requests import (
@@ -246,3 +249,19 @@ def test_the_first_choice_of_roles() -> None:
     assert fit_for(Stage.PREFILL, [Role.BOTH], str) == []
     assert fit_for(Stage.WHOLE, [Role.PREFILL], str) == [Role.PREFILL]
     assert fit_for(Stage.DECODE, [Role.PREFILL], str) == []
+
+
+async def test_engines_of_a_list_tell_their_roles_themselves() -> None:
+    first, second = await engine("p", "prefill").start(), await engine("d", "decode").start()
+    listed = [
+        replace(endpoint(e), model="", role="both", kv_connector="", kv_engine_id="") for e in (first, second)
+    ]
+    try:
+        async with aclosing(ToldBySelf(StaticSource(listed), "http2").watch()) as snapshots:
+            told = {e.engine_id: e for e in (await anext(snapshots)).endpoints}
+        assert {name: (e.model, e.role, e.kv_connector, e.kv_engine_id) for name, e in told.items()} == {
+            "p": ("tiny", "prefill", "NixlConnector", "kv-p"),
+            "d": ("tiny", "decode", "NixlConnector", "kv-d"),
+        }
+    finally:
+        await asyncio.gather(first.stop(), second.stop())

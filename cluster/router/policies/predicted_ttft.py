@@ -13,6 +13,10 @@ that engine lose: those without output yet share their step with this prompt as 
 decoding ones wait while it is computed (which costs them little each, spread over their tokens), and each
 request on an engine takes cache and a place in every step to come.
 
+DECODE itself grows with the square of what even the least busy engine decodes, over BUSY: then there is no engine where
+computing the prompt once more would hold up few, and what is saved is what the whole fleet lacks. While some engine
+is idle it hardly changes anything.
+
 A KV cache about to run full preempts requests or makes new ones wait for ends, which no queue shows before it
 happens; it adds a term of its own, 0 until most blocks are in use. There a prompt that is not cached also takes
 the room that others wait for, so its own part counts up to KV_OWN times more: a fleet beyond its capacity is
@@ -20,8 +24,8 @@ the one that gains most from every block it need not compute.
 
 Falls back by itself: without a fresh report the router's own counts stand for the queue, without events
 nothing counts as cached beyond what was just sent, and without answers all engines have one assumed pace,
-which leaves the order of the costs right. The weights were chosen on the Mooncake conversation trace
-(``benchmarks/routing``) and are the same at every load there.
+which leaves the order of the costs right. The weights were chosen on the first half of the Mooncake conversation
+trace (``benchmarks/routing``) and are the same at every load there.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from npufleet.cluster.router.base import EngineLoad, Policy, PrefixView, Request
 OWN = 2.0
 STEP_TOKENS = 8192  # what an engine computes in one step (vLLM's max_num_batched_tokens when serving)
 DECODE = 0.01
-BUSY = 7.0
+BUSY = 7.0  # requests decoding on each engine at which that costs twice as much
 REQUEST = 256.0  # tokens that a request on the engine costs a new one
 KV_FREE = 0.85  # share of blocks in use up to which the cache holds up nobody
 KV_SECONDS = 1.0  # cost of a cache that is full
