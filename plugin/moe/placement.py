@@ -82,6 +82,11 @@ def check_placement(config: "VllmConfig") -> None:
         return
     if not parallel.enable_expert_parallel:
         raise ValueError(f"{RANKS} needs experts spread over ranks: set enable_expert_parallel")
+    if parallel.enable_ep_weight_filter:
+        raise ValueError(
+            f"{RANKS}: enable_ep_weight_filter reads the experts that vLLM would give each rank, not those that it has "
+            "here: leave one of them out"
+        )
     ranks, experts = parallel.tensor_parallel_size * parallel.data_parallel_size, model.get_num_experts()
     left = ranks - asked.ranks
     if left < 1 or experts % left:

@@ -58,6 +58,11 @@ WITH = {"hf_overrides": {"n_shared_experts": 1}}
     [
         (SPREAD, {"shared_experts": "replicated"}, "has no shared experts: leave shared_experts"),
         ({**WITH, "tensor_parallel_size": 4}, {"shared_expert_ranks": 2}, "set enable_expert_parallel"),
+        (
+            {**WITH, **SPREAD, "enable_ep_weight_filter": True},
+            {"shared_expert_ranks": 2},
+            "enable_ep_weight_filter",
+        ),
         ({**WITH, **SPREAD}, {"shared_expert_ranks": 1}, "leaves 3 of 4 ranks for 4 experts"),
         ({**WITH, **SPREAD}, {"shared_expert_ranks": 4}, "leaves 0 of 4 ranks"),
         (
