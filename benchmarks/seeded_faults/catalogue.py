@@ -334,13 +334,6 @@ _EXPERTS = (
         f"{PLUGIN}test_shared_experts.py",
     ),
     _fault(
-        "routed experts counted from the ranks of shared ones",
-        "plugin/moe/own_ranks.py",
-        "moved = replace(parallel, ep_rank=rank,",
-        "moved = replace(parallel, ep_rank=parallel.ep_rank % (parallel.ep_size - ranks),",
-        f"{PLUGIN}test_shared_experts.py",
-    ),
-    _fault(
         "the routed experts' factor left out of their weights",
         "plugin/moe/runner.py",
         "return weights if factor == 1.0 or self._halved else weights * factor",
