@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .controller.progress import Phase
-from .engine.last_words import kind
+from .engine.causes import kind
 
 MOST_DEATHS = 5
 """So many engines that died after their start, before the whole fleet was up once, and a fleet is given up."""

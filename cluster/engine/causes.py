@@ -11,6 +11,9 @@ from typing import Any
 from ..hccl_errors import explain
 
 MAX_CHARS = 600
+LOG_ENDS = "its log ends: "
+"""What stands before the last lines of a log in a message."""
+
 OUT_OF_MEMORY = (
     "out of NPU memory: raise tensor_parallel_size, or lower max_num_batched_tokens, max_num_seqs or "
     "kv_cache_memory_bytes; `npufleet plan memory` shows what needs how much"
@@ -70,6 +73,11 @@ def _refusal(entry: Mapping[str, Any]) -> str:
     text = str(entry["msg"]).removeprefix("Value error, ")
     field = ".".join(map(str, entry["loc"]))
     return f"{field}: {text}, got {entry['input']!r}" if field else text
+
+
+def kind(message: str) -> str:
+    """Return what two failures for the same cause have in common: no log, and no process, time or size."""
+    return re.sub(r"\d+", "#", message.partition(LOG_ENDS)[0])
 
 
 class StartFailed(RuntimeError):

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from ..hccl_errors import explain
-from .causes import Cause
+from .causes import LOG_ENDS, Cause
 from .start_watch import StartWatch
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,6 @@ LINES = 5
 LINE_CHARS = 240
 TAIL_BYTES = 16 << 10
 FETCH_S = 10.0
-_LOG_ENDS = "its log ends: "
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -39,13 +38,8 @@ def compose(text: str, rank: int | None, node: str, lines: list[str]) -> str:
     if meaning := explain(" ".join([text, *lines])):
         parts.append(meaning)
     if lines and text.splitlines()[0][:60] not in " ".join(lines):
-        parts.append(_LOG_ENDS + " | ".join(lines))
+        parts.append(LOG_ENDS + " | ".join(lines))
     return ". ".join(part.rstrip(".") for part in parts)
-
-
-def kind(message: str) -> str:
-    """Return what two failures for the same cause have in common: no log, and no process, time or size."""
-    return re.sub(r"\d+", "#", message.partition(_LOG_ENDS)[0])
 
 
 def tail(folder: Path, pid: int) -> list[str]:

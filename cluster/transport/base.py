@@ -11,9 +11,10 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
 
 Pairs = Sequence[tuple[str, str | bytes]]
 OnMessage = Callable[[bytes], None]
@@ -96,6 +97,8 @@ class Tls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """For grpcio. ValueError for files that cannot be read."""
+        import grpc  # commands read settings of links without it
+
         try:
             ca, key, chain = (
                 None if file is None else file.read_bytes() for file in (self.ca, self.key, self.certificate)
