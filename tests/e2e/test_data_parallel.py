@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import common_pb2
 from tests.parity.checkpoints import VOCAB
 from tests.parity.reference import greedy, load, prompts
 
+from .ask import ask
 from .fleet import CORE, ENGINE, WORKER, Fleet, eventually, gone, kill
 from .models import checkpoint, flags
 
@@ -57,20 +58,10 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         fleet.kill()
 
 
-def ask(fleet: Fleet, prompt: list[int]) -> pb.GenerateComplete:
-    request = pb.GenerateRequest(request_id="", stream=False)
-    request.tokenized.input_ids.extend(prompt)
-    request.sampling_params.temperature = 0.0
-    request.sampling_params.max_tokens = STEPS
-    request.sampling_params.ignore_eos = True
-    with grpc.insecure_channel(fleet.router) as channel:
-        return list(pb_grpc.VllmEngineStub(channel).Generate(request, timeout=240))[-1].complete
-
-
 def answers(fleet: Fleet) -> Answers:
     """The standard prompts, all at once."""
     with ThreadPoolExecutor(len(prompts(VOCAB))) as pool:
-        return [tuple(told.output_ids) for told in pool.map(partial(ask, fleet), prompts(VOCAB))]
+        return [tuple(told.output_ids) for told in pool.map(partial(ask, fleet, steps=STEPS), prompts(VOCAB))]
 
 
 def held(fleet: Fleet) -> set[int]:
@@ -108,9 +99,11 @@ def test_ranks_answer_as_one_and_come_back(
     assert answers(fleet) == expected
     assert loads(fleet) == [0, 1]
     long = [[(17 * number + at) % VOCAB for at in range(300)] for number in range(6)]
-    assert [ask(fleet, prompt).cached_tokens for prompt in long] == [0] * 6
+    assert [ask(fleet, prompt, STEPS).cached_tokens for prompt in long] == [0] * 6
     assert held(fleet) == {0, 1}, "requests one after another go to both ranks, and both tell what they hold"
-    assert [ask(fleet, prompt).cached_tokens for prompt in long] == [256] * 6, "each goes where it was before"
+    assert [ask(fleet, prompt, STEPS).cached_tokens for prompt in long] == [256] * 6, (
+        "each goes where it was before"
+    )
     (engine,) = fleet.status()["engines"]
     assert (engine["npus"], engine["ranks"]) == (workers, 2)
     before = fleet.processes(WORKER)

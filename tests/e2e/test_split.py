@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 import yaml
-from smg_grpc_proto import vllm_engine_pb2 as pb
-from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from tests.parity.checkpoints import VOCAB
 from tests.parity.reference import greedy, load, prompts
 
+from .ask import ask
 from .fleet import Fleet
 from .models import SETTINGS, checkpoint
 
@@ -62,16 +60,6 @@ def fleet(model: Path, tmp_path: Path) -> Iterator[Fleet]:
         made.kill()
 
 
-def ask(fleet: Fleet, prompt: list[int]) -> pb.GenerateComplete:
-    request = pb.GenerateRequest(request_id="", stream=False)
-    request.tokenized.input_ids.extend(prompt)
-    request.sampling_params.temperature = 0.0
-    request.sampling_params.max_tokens = STEPS
-    request.sampling_params.ignore_eos = True
-    with grpc.insecure_channel(fleet.router) as channel:
-        return list(pb_grpc.VllmEngineStub(channel).Generate(request, timeout=240))[-1].complete
-
-
 def splits(fleet: Fleet) -> float:
     text = httpx.get(f"{fleet.url}/metrics", timeout=30).text
     lines = [line for line in text.splitlines() if line.startswith("npufleet_router_splits_total{")]
@@ -81,7 +69,7 @@ def splits(fleet: Fleet) -> float:
 def test_two_engines_answer_as_one(fleet: Fleet, model: Path, tmp_path: Path) -> None:
     reference = load(model)
     expected = [greedy(reference, prompt, STEPS).tokens for prompt in PROMPTS]
-    told = [ask(fleet, prompt) for prompt in PROMPTS]
+    told = [ask(fleet, prompt, STEPS) for prompt in PROMPTS]
     assert [tuple(answer.output_ids) for answer in told] == expected
     long = [prompt for prompt in PROMPTS if len(prompt) >= LEAST]
     assert long and splits(fleet) == len(long)
