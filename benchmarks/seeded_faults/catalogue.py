@@ -177,8 +177,8 @@ _MATHS = (
     _fault(
         "interleaved instead of half rope",
         "plugin/layers/rotary.py",
-        "            self.rotary_dim,\n            self.is_neox_style,\n        )\n        return rotated",
-        "            self.rotary_dim,\n            not self.is_neox_style,\n        )\n        return rotated",
+        "            width,\n            self.is_neox_style,\n        )\n        return rotated.view(",
+        "            width,\n            not self.is_neox_style,\n        )\n        return rotated.view(",
         f"{PLUGIN}test_layers.py",
     ),
     _fault(
@@ -191,9 +191,8 @@ _MATHS = (
     _fault(
         "rope table in another dtype",
         "plugin/layers/rotary.py",
-        "None if key is None else key.reshape(tokens, -1),\n            self._match_cos_sin_cache_dtype(query),",
-        "None if key is None else key.reshape(tokens, -1),\n"
-        "            self._match_cos_sin_cache_dtype(query).double(),",
+        "cache, width = self._match_cos_sin_cache_dtype(query), self.rotary_dim",
+        "cache, width = self._match_cos_sin_cache_dtype(query).double(), self.rotary_dim",
         f"{PLUGIN}test_layers.py",
     ),
     _fault(
