@@ -21,22 +21,31 @@ PUBLISHED = Path(__file__).resolve().parent / "published"
 DEVICES = {"A2": "virtual:16:Ascend910B3", "A3": "virtual:16:Ascend910_9391"}
 TOKENS, REQUESTS, LONGEST = 4096, 64, 32768
 """Of the steps that are taken; requests are as long as this or as the model allows."""
-DENSE = {"A2": [(8, 1, False), (16, 1, False)], "A3": [(16, 1, False)]}
-LAYOUTS: dict[str, dict[str, list[tuple[int, int, bool]]]] = {
+Split = tuple[int, int, bool] | tuple[int, int, bool, int]
+DENSE: dict[str, list[Split]] = {"A2": [(8, 1, False), (16, 1, False)], "A3": [(16, 1, False)]}
+LAYOUTS: dict[str, dict[str, list[Split]]] = {
     "llama-3-8b": {"A2": [(1, 1, False), (8, 1, False)], "A3": [(2, 1, False)]},
     "llama-3-70b": DENSE,
     "qwen2-72b": DENSE,
     "qwen3-32b": {"A2": [(4, 1, False), (8, 1, False)], "A3": [(16, 1, False)]},
     "mixtral-8x7b": {"A2": [(4, 1, False), (8, 1, True)], "A3": [(4, 2, True)]},
-    "qwen3-235b-a22b": {"A2": [(16, 1, True), (8, 2, True)], "A3": [(16, 1, True), (4, 8, True)]},
+    "qwen3-235b-a22b": {
+        "A2": [(16, 1, True), (8, 2, True)],
+        "A3": [(16, 1, True), (4, 8, True), (16, 1, True, 4)],
+    },
     "glm-4.5-air": {"A2": [(8, 1, False), (8, 1, True)], "A3": [(8, 2, True)]},
     "glm-4.5": {"A2": [(16, 1, True), (8, 2, True)], "A3": [(16, 1, True), (8, 4, True)]},
     "deepseek-v2-lite": {"A2": [(1, 1, False), (4, 1, True)], "A3": [(2, 2, True)]},
     "deepseek-v2": {"A2": [(16, 1, True), (8, 2, True)], "A3": [(16, 1, True), (4, 8, True)]},
-    "deepseek-v3": {"A2": [(16, 2, True), (8, 4, True)], "A3": [(16, 2, True), (4, 8, True), (8, 8, True)]},
+    "deepseek-v3": {
+        "A2": [(16, 2, True), (8, 4, True)],
+        "A3": [(16, 2, True), (4, 8, True), (8, 8, True), (16, 2, True, 16)],
+    },
     "kimi-k2": {"A2": [(16, 4, True)], "A3": [(16, 2, True), (16, 4, True), (4, 16, True)]},
 }
-"""Model → chip → (tensor parallel, data parallel, expert parallel): layouts in use on nodes of 8 (A2) and 16 (A3)."""
+"""Model → chip → (tensor parallel, data parallel, expert parallel[, decode context parallel]): layouts in use on nodes
+of 8 (A2) and 16 (A3).
+"""
 WHOLE, SPLIT = SharedExperts(placement="replicated"), SharedExperts(placement="tensor-parallel")
 BESIDE, ALONE = SharedExperts(placement="replicated", overlap=True), SharedExperts(ranks=2)
 PLACED: dict[str, dict[str, list[tuple[tuple[int, int, bool], SharedExperts, int]]]] = {
@@ -54,6 +63,7 @@ PLACED: dict[str, dict[str, list[tuple[tuple[int, int, bool], SharedExperts, int
 """Model → chip → layouts with shared experts elsewhere than vLLM puts them, each with the rank that is looked at."""
 GROUPS = {
     "tp": "tensor parallel",
+    "dcp": "decode context parallel",
     "dp": "data parallel",
     "ep": "expert parallel",
     "mc2": "dispatch and combine",
@@ -73,19 +83,25 @@ def limits(config: dict[str, Any], chip: str) -> Limits:
 
 
 def examine(
-    name: str, chip: str, layout: tuple[int, int, bool], shared: SharedExperts | None = None, rank: int = 0
+    name: str,
+    chip: str,
+    layout: Split,
+    shared: SharedExperts | None = None,
+    rank: int = 0,
 ) -> dict[str, Any]:
     """The forward pass of one rank, held against the ledger; plain data for the page."""
     from contract_forward import Case, Outcome, run
 
     published = json.loads((PUBLISHED / f"{name}.json").read_text())
-    config, (tensor, data, expert_parallel) = published["config"], layout
+    config, (tensor, data, expert_parallel, *more) = published["config"], layout
+    context = more[0] if more else 1
     bounds = limits(config, chip)
     placed = shared or SharedExperts()
     kind = Layout(
         tensor=tensor,
         data=data,
         expert_parallel=expert_parallel,
+        context=context,
         shared=placed,
         on_shared_rank=rank < placed.ranks,
     )
@@ -97,6 +113,7 @@ def examine(
         tensor=tensor,
         data=data,
         expert_parallel=expert_parallel,
+        context=context,
         tokens=TOKENS,
         requests=REQUESTS,
         max_model_len=bounds.max_model_len,
@@ -104,7 +121,7 @@ def examine(
         rank=rank,
     )
     found: Outcome = run(case)
-    text = f"TP{tensor}" + (f" DP{data}" if data > 1 else "")
+    text = f"TP{tensor}" + (f" DCP{context}" if context > 1 else "") + (f" DP{data}" if data > 1 else "")
     return {
         "name": name,
         "model": published["model"],

@@ -56,6 +56,8 @@ class Case:
     tensor: int
     data: int
     expert_parallel: bool
+    context: int
+    """Ranks that share the KV cache of a sequence."""
     tokens: int
     requests: int
     max_model_len: int
@@ -137,6 +139,7 @@ def _vllm_config(case: Case) -> VllmConfig:
             skip_tokenizer_init=True,
             load_format="dummy",
             tensor_parallel_size=case.tensor,
+            decode_context_parallel_size=case.context,
             data_parallel_size=case.data,
             enable_expert_parallel=case.expert_parallel,
             dtype="bfloat16",
@@ -178,7 +181,7 @@ def _groups(case: Case, config: VllmConfig) -> Iterator[None]:
     ):
         dist.init_process_group(backend="fake", store=FakeStore(), rank=case.rank, world_size=world)
         parallel_state.init_distributed_environment(case.tensor, case.rank, "env://", 0, "fake")
-        parallel_state.ensure_model_parallel_initialized(case.tensor, 1)
+        parallel_state.ensure_model_parallel_initialized(case.tensor, 1, 1, case.context)
     try:
         yield
     finally:

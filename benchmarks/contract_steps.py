@@ -35,6 +35,9 @@ def metadata(
     backend share what they get, as layers of one KV cache group do.
     """
     common = _common(step, device)
+    ranks = config.parallel_config.decode_context_parallel_size
+    if ranks > 1:
+        common.dcp_local_seq_lens = (common.seq_lens // ranks).int()
     groups: dict[Any, list[str]] = defaultdict(list)
     for name, layer in config.compilation_config.static_forward_context.items():
         if hasattr(layer, "get_kv_cache_spec"):

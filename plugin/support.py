@@ -81,12 +81,10 @@ def _check_runner(config: "VllmConfig") -> None:
 
 
 def _check_parallel(config: "VllmConfig") -> None:
+    from .attention.context_support import check_context_parallel
+
     parallel = config.parallel_config
-    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise ValueError(
-            "context parallelism is not supported on NPU yet: leave prefill_context_parallel_size and "
-            "decode_context_parallel_size at 1 and raise tensor_parallel_size instead"
-        )
+    check_context_parallel(config)
     if parallel.enable_dbo or parallel.use_ubatching:
         raise ValueError("dual-batch overlap is not supported on NPU yet: leave enable_dbo off")
 
@@ -111,7 +109,8 @@ def _check_model(config: "VllmConfig") -> None:
         from .attention.mla import SIZES, check_model
 
         sizes = {name: getattr(model.hf_text_config, name, None) for name in SIZES}
-        check_model(sizes, model.get_num_attention_heads(config.parallel_config), model.dtype)
+        ranks = config.parallel_config.decode_context_parallel_size
+        check_model(sizes, model.get_num_attention_heads(config.parallel_config) * ranks, model.dtype)
     if model.is_hybrid or model.is_attention_free:
         raise ValueError(f"state-space (Mamba-like) layers are not supported on NPU yet; {supported}")
     if model.is_encoder_decoder:

@@ -31,15 +31,23 @@ def compute_slot_mapping(
     :param block_table: int32 [R or more, blocks], blocks of each request.
     :param pad_id: goes to all slots behind ``num_tokens``.
 
-    A token's slot is its block's number times ``kv_cache_block_size`` plus its offset in the block. Context
-    parallelism is refused at start, so the ``cp`` arguments describe one rank; ``block_size`` is Triton's
-    tile.
+    A token's slot is its block's number times ``kv_cache_block_size`` plus its offset in the block. With decode
+    context parallel a block holds ``total_cp_world_size`` times as many tokens of the sequence, of which each rank
+    keeps its share (see :class:`.attention.context_parallel.Shard`); the others' have the slot ``pad_id`` here.
+    ``block_size`` is Triton's tile.
     """
-    assert total_cp_world_size == 1
+    ranks, interleave = total_cp_world_size, cp_kv_cache_interleave_size
     tokens = torch.arange(num_tokens, dtype=query_start_loc.dtype, device=positions.device)
     requests = torch.searchsorted(query_start_loc[1:], tokens, right=True)
-    blocks = block_table[requests, positions // kv_cache_block_size]
-    slot_mapping[:num_tokens] = blocks.to(torch.int64) * kv_cache_block_size + positions % kv_cache_block_size
+    blocks = block_table[requests, positions // (kv_cache_block_size * ranks)].to(torch.int64)
+    if ranks == 1:
+        slots = blocks * kv_cache_block_size + positions % kv_cache_block_size
+    else:
+        offsets = positions % (kv_cache_block_size * ranks)
+        local = offsets // (ranks * interleave) * interleave + offsets % interleave
+        slots = blocks * kv_cache_block_size + local
+        slots.masked_fill_(offsets // interleave % ranks != total_cp_rank, pad_id)
+    slot_mapping[:num_tokens] = slots
     slot_mapping[num_tokens:max_num_tokens].fill_(pad_id)
 
 

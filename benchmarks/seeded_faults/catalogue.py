@@ -77,8 +77,8 @@ _CACHE = (
     _fault(
         "slot in the next block at its end",
         "plugin/triton_kernels.py",
-        "positions // kv_cache_block_size]",
-        "(positions + 1) // kv_cache_block_size]",
+        "positions // (kv_cache_block_size * ranks)]",
+        "(positions + 1) // (kv_cache_block_size * ranks)]",
         f"{PLUGIN}test_triton_kernels.py",
     ),
     _fault(
@@ -370,4 +370,42 @@ _LATENTS = (
     ),
 )
 
-FAULTS = (*_CACHE, *_LENGTHS, *_MATHS, *_GROUPS, *_EXPERTS, *_LATENTS)
+_SPREAD = (
+    _fault(
+        "partial results of ranks not weighted",
+        "plugin/attention/context_parallel.py",
+        "share = (lse - total).exp().unsqueeze(-1)",
+        "share = torch.full_like(lse, 1 / self.size).unsqueeze(-1)",
+        f"{PLUGIN}test_context_parallel.py",
+    ),
+    _fault(
+        "a rank without tokens of a request counted",
+        "plugin/attention/context_parallel.py",
+        "return lse.masked_fill_(empty.unsqueeze(1), NOTHING)",
+        "return lse",
+        f"{PLUGIN}test_context_parallel.py",
+    ),
+    _fault(
+        "tokens of other ranks written too",
+        "plugin/triton_kernels.py",
+        "slots.masked_fill_(offsets // interleave % ranks != total_cp_rank, pad_id)",
+        "pass",
+        f"{PLUGIN}test_context_parallel.py",
+    ),
+    _fault(
+        "latents of another rank's rows",
+        "plugin/attention/mla_metadata.py",
+        "first = rank * rows + before",
+        "first = before",
+        f"{PLUGIN}test_context_parallel.py",
+    ),
+    _fault(
+        "a capture that writes to the cache",
+        "plugin/attention/mla_metadata.py",
+        "common_attn_metadata.slot_mapping.fill_(-1)",
+        "pass",
+        "tests/parity/test_parity_context_parallel.py -k v3-graph",
+    ),
+)
+
+FAULTS = (*_CACHE, *_LENGTHS, *_MATHS, *_GROUPS, *_EXPERTS, *_LATENTS, *_SPREAD)

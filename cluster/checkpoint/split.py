@@ -41,6 +41,7 @@ def check(config: Mapping[str, Any], engine: Mapping[str, Any], shape: ModelShap
             expert_parallel=expert_parallel,
             pipeline=int(engine.get("pipeline_parallel_size") or 1),
             shared=of_engine(engine, "additional_config"),
+            context=int(engine.get("decode_context_parallel_size") or 1),
         )
         for rank in kinds_of_ranks(layout):
             weights(shape, rank)

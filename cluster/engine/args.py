@@ -42,9 +42,11 @@ OWNED = {
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """The ways to split an engine; their product is its NPUs."""
 
+CONTEXT = "decode_context_parallel_size"
+"""Spreads the KV cache of a sequence over ranks that share each layer; it takes no further NPUs."""
+
 ONE_FOR_NOW = (
     "prefill_context_parallel_size",
-    "decode_context_parallel_size",
     "nnodes",
 )
 """Ways to split an engine that this version does not place: only the value 1 is accepted."""
@@ -110,4 +112,11 @@ def check(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
     for name in SIZES:
         checks.integer(arguments.get(name, 1), f"{where}.{name}", 1, 1024)
+    context = checks.integer(arguments.get(CONTEXT, 1), f"{where}.{CONTEXT}", 1, 1024)
+    tensor = arguments.get("tensor_parallel_size", 1)
+    if tensor % context:
+        raise ValueError(
+            f"{where}: {CONTEXT} is {context}, which does not divide tensor_parallel_size {tensor}; the ranks that "
+            "share each layer are those that share a sequence's KV cache"
+        )
     return arguments

@@ -58,25 +58,47 @@ def activations(shape: ModelShape, layout: Layout, step: Step) -> int:
 
 
 def attention(shape: ModelShape, layout: Layout, step: Step) -> int:
-    """Dense: the fused projection, rotated queries and keys, the output. Latent: see :func:`latent_attention`."""
+    """Dense: the fused projection, rotated queries and keys, the output; with decode context parallel the output
+    once more, and what :func:`spread` counts. Latent: see :func:`latent_attention`.
+    """
     size, heads = DTYPES[shape.dtype], shape.heads // layout.tensor
     if shape.latent:
-        return latent_attention(shape.latent, heads, shape, step) * size
+        prefill = latent_attention(shape.latent, heads, shape, layout, step) * size
+        if layout.context == 1:
+            return prefill
+        latents, decodes = shape.latent.kv_rank, step.rows or step.tokens
+        absorbed = heads * (shape.latent.nope + 2 * shape.latent.rope + latents) * size
+        return max(
+            prefill, decodes * (absorbed + spread(heads, latents + shape.latent.rope, latents, layout, size))
+        )
     query, keys = heads * shape.head, max(1, shape.kv_heads // layout.tensor) * shape.head
-    return step.tokens * ((query + 2 * keys) + (query + keys) + query) * size
+    own = ((query + 2 * keys) + (query + keys) + query) * size
+    if layout.context > 1:
+        own += query * size + spread(heads, shape.head, shape.head, layout, size)
+    return step.tokens * own
 
 
-def latent_attention(latent: Latent, heads: int, shape: ModelShape, step: Step) -> int:
+def spread(heads: int, key: int, value: int, layout: Layout, size: int) -> int:
+    """Bytes of a token while partial results of decode context parallel are merged: the queries of all its ranks'
+    heads, the output, its share in float32 and that rounded.
+    """
+    return heads * layout.context * (key * size + value * (2 * size + FLOAT))
+
+
+def latent_attention(latent: Latent, heads: int, shape: ModelShape, layout: Layout, step: Step) -> int:
     """Elements while a prefill expands heads: down-projections, queries twice (projected, rotated), keys, values
     and what they are cut from, the output twice; the same of the earlier tokens of a chunk, and their partial
-    output and its merger.
+    output and its merger. With decode context parallel a chunk is read in rows of each rank, which are gathered.
     """
     key, both = latent.nope + latent.rope, latent.nope + latent.value
     down = (latent.q_rank or 0) + 2 * (latent.kv_rank + latent.rope)
     new = down + heads * (2 * key + both + key + latent.value + 2 * latent.value)
     earlier = latent.kv_rank + latent.rope + heads * (both + key + latent.value)
     merging = heads * 2 * latent.value if step.context else 0
-    return step.tokens * (new + merging) + step.context * earlier
+    gathered = 0
+    if layout.context > 1:
+        gathered = (step.context + step.context // layout.context) * (latent.kv_rank + latent.rope)
+    return step.tokens * (new + merging) + step.context * earlier + gathered
 
 
 def feed_forward(intermediate: int, tokens: int, hidden: int) -> int:

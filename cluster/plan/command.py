@@ -52,6 +52,12 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     memory.add_argument("target", metavar="CONFIG.yaml|MODEL_DIR|config.json", help="what to plan for")
     memory.add_argument("--tensor-parallel", type=int, metavar="N", help="NPUs that share each layer")
+    memory.add_argument(
+        "--decode-context-parallel",
+        type=int,
+        metavar="N",
+        help="of these, NPUs that share a sequence's KV cache",
+    )
     memory.add_argument("--pipeline-parallel", type=int, metavar="N", help="stages of layers")
     memory.add_argument("--data-parallel", type=int, metavar="N", help="replicas that step together")
     memory.add_argument("--expert-parallel", action="store_true", help="whole experts on each rank")
@@ -110,9 +116,8 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
         ValueError: for a model or an argument that the ledger does not know.
     """
     engine, where = wanted.engine, f"model {wanted.name!r}"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if engine.get(name, 1) != 1:
-            raise ValueError(f"{where}: {name} is {engine[name]!r}; memory is planned for 1 only")
+    if engine.get("prefill_context_parallel_size", 1) != 1:
+        raise ValueError(f"{where}: memory is planned for prefill_context_parallel_size 1 only")
     for name in ("hf_overrides", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
         if engine.get(name):
             raise ValueError(
@@ -151,6 +156,7 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
         tensor=number("tensor_parallel_size", args.tensor_parallel, 1) or 1,
         data=number("data_parallel_size", args.data_parallel, 1) or 1,
         pipeline=number("pipeline_parallel_size", args.pipeline_parallel, 1) or 1,
+        context=number("decode_context_parallel_size", args.decode_context_parallel, 1) or 1,
         expert_parallel=args.expert_parallel or bool(engine.get("enable_expert_parallel", False)),
         shared=shared.of_engine(engine, where),
     )
@@ -177,6 +183,8 @@ def render(name: str, found: Ledger) -> Iterator[str]:
     """The ledger as lines for a terminal."""
     layout, limits, shape = found.layout, found.limits, found.shape
     split = f"tensor parallel {layout.tensor}, data parallel {layout.data}"
+    if layout.context > 1:
+        split += f", decode context parallel {layout.context}"
     if layout.pipeline > 1:
         split += f", {layout.pipeline} stages"
     if shape.experts:
@@ -200,8 +208,9 @@ def render(name: str, found: Ledger) -> Iterator[str]:
     yield _line(f"HCCL, {HCCL_BUFFERS} × {limits.hccl_buffsize} MB a group: {groups}", found.hccl)
     yield _line("left for the KV cache", found.budget - found.used)
     requests = found.kv_tokens / found.max_length
+    shared = f" on one of {layout.context} NPUs" if layout.context > 1 else ""
     yield (
-        f"KV cache: {found.kv_per_token:,} bytes a token, {found.kv_tokens:,} tokens, "
+        f"KV cache: {found.kv_per_token:,} bytes a token{shared}, {found.kv_tokens:,} tokens, "
         f"{requests:.2f} requests of {found.max_length:,}"
     )
     yield "fits" if found.fits else f"DOES NOT FIT: {advice(found)}"

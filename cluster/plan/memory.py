@@ -86,8 +86,11 @@ class Ledger:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV cache that fit, in whole blocks; 0 if none does."""
-        return max(0, self.budget - self.used) // (self.kv_per_token * BLOCK) * BLOCK
+        """Tokens of KV cache that fit, in whole blocks; 0 if none does. Ranks that share a sequence's cache have
+        each its part of a block's tokens.
+        """
+        blocks = max(0, self.budget - self.used) // (self.kv_per_token * BLOCK)
+        return blocks * BLOCK * self.layout.context
 
     @property
     def fits(self) -> bool:
@@ -139,11 +142,11 @@ def of_rank(shape: ModelShape, layout: Layout, limits: Limits) -> Ledger:
 
 
 def kv_per_token(shape: ModelShape, layout: Layout) -> int:
-    """Bytes of KV cache that a token takes on one rank.
+    """Bytes of KV cache that a token takes on a rank that has it.
 
     Dense attention: keys and values of the rank's key heads, at least one, in each layer. Latent attention: one
     latent and one rotary part in each layer, whole on every rank (DeepSeek-V2, section 2.1.3). Layers with a
-    sliding window count like the others.
+    sliding window count like the others. With decode context parallel a rank has one of ``context`` tokens.
     """
     size, layers = DTYPES[shape.dtype], len(layout.layers(shape))
     if shape.latent:
@@ -186,12 +189,15 @@ def opens_mc2(shape: ModelShape, layout: Layout, chip: str) -> bool:
 def hccl_groups(shape: ModelShape, layout: Layout, *, all_to_all: bool, mc2: bool) -> tuple[str, ...]:
     """The groups of more than one rank whose collectives the plugin calls; HCCL opens a communicator at the first.
 
-    Tensor parallel: the sums of attention and feed-forward layers. Pipeline: what a stage hands to the next.
+    Tensor parallel: the sums of attention and feed-forward layers. Decode context parallel: queries and partial
+    results of attention. Pipeline: what a stage hands to the next.
     Between the replicas of a model with experts: the data-parallel group, or the expert-parallel one where tokens
     are spread over tensor-parallel ranks too, or where rows go to their experts by all-to-all. Fused dispatch and
     combine have one that nothing else uses.
     """
     names = ["tensor parallel"] if layout.tensor > 1 else []
+    if layout.context > 1:
+        names.append("decode context parallel")
     if layout.pipeline > 1:
         names.append("pipeline parallel")
     if shape.experts and layout.data > 1 and not spreads_tokens(shape, layout):

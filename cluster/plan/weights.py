@@ -24,6 +24,8 @@ class Layout:
     """Whole experts on each rank, in place of a slice of every expert."""
     pipeline: int = 1
     """Stages of layers."""
+    context: int = 1
+    """Of the tensor-parallel ranks, how many share the KV cache of a sequence (decode context parallel)."""
     stage: int = 0
     """The stage whose ranks are meant."""
     shared: SharedExperts = AS_VLLM
@@ -105,6 +107,8 @@ def check(shape: ModelShape, layout: Layout) -> None:
         raise ValueError(
             f"tensor_parallel_size {tensor} and its {shape.kv_heads} key heads: neither divides the other"
         )
+    if layout.context > 1:
+        _check_context(shape, layout)
     plain = shape.layers - (len(experts.layers) if experts else 0)
     if plain and shape.intermediate % tensor:
         raise ValueError(
@@ -125,6 +129,21 @@ def check(shape: ModelShape, layout: Layout) -> None:
         raise ValueError(
             f"{layout.ranks} ranks do not divide an expert's intermediate size {experts.intermediate}; "
             "enable expert parallelism, which keeps experts whole"
+        )
+
+
+def _check_context(shape: ModelShape, layout: Layout) -> None:
+    """A sequence's KV cache is spread over ranks that would else hold copies of it."""
+    name = f"decode_context_parallel_size {layout.context}"
+    if layout.tensor % layout.context:
+        raise ValueError(f"{name} does not divide tensor_parallel_size {layout.tensor}")
+    if shape.latent:
+        return
+    copies = layout.tensor // shape.kv_heads
+    if copies < 2 or copies % layout.context or shape.heads // shape.kv_heads % layout.context:
+        raise ValueError(
+            f"{name} does not divide the {max(copies, 1)} ranks that share each of its {shape.kv_heads} key heads, "
+            f"and the {shape.heads // shape.kv_heads} query heads of one; raise tensor_parallel_size, or leave it at 1"
         )
 
 

@@ -18,6 +18,7 @@ import torch_npu
 
 CAUSAL, BAND, NO_MASK = 3, 4, 0  # sparse modes
 MASK_SIDE = 2048
+MOST_PARTS = 16  # partial results that npu_attention_update merges at most
 
 
 @lru_cache(maxsize=64)
@@ -60,11 +61,16 @@ class PagedAttentionCall:
     out: torch.Tensor  # [T, heads, value_head], overwritten
     scale: float
     sliding_window: int | None = None  # keys a query sees at most, its own included
+    causal: bool = True  # the last query is the last key's; else every query sees all keys
+    lse: torch.Tensor | None = None  # float32 [T, heads, 1], overwritten with the scaled scores' log-sum-exp
     workspace: torch.Tensor | None = None  # from :meth:`get_workspace`; needed inside a graph
 
     def _arguments(
         self, query_ends: list[int], kv_lens: list[int]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        assert self.causal or self.sliding_window is None
+        device = self.query.device
+        visible = _visibility(device, self.sliding_window) if self.causal else {"sparse_mode": NO_MASK}
         blocks, block, kv_heads, _ = self.key_cache.shape
         tensors = (
             self.query,
@@ -80,7 +86,8 @@ class PagedAttentionCall:
             "num_heads": self.query.shape[1],
             "num_key_value_heads": kv_heads,
             "scale": self.scale,
-            **_visibility(self.query.device, self.sliding_window),
+            **visible,
+            **({} if self.lse is None else {"softmax_lse_flag": True}),
         }
 
     def get_workspace(self, query_ends: list[int], kv_lens: list[int]) -> torch.Tensor:
@@ -89,13 +96,13 @@ class PagedAttentionCall:
         return torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **arguments)
 
     def launch(self, query_ends: list[int], kv_lens: list[int]) -> None:
-        """Compute into ``out``. ``query_ends`` is cumulative and ends at T; ``kv_lens`` is per request."""
+        """Compute into ``out``. ``query_ends`` is cumulative and ends at T; ``kv_lens`` is per request, at least 1
+        where ``lse`` is given.
+        """
         tensors, arguments = self._arguments(query_ends, kv_lens)
+        lse = no_lse(self.query.device) if self.lse is None else self.lse
         torch_npu.npu_fused_infer_attention_score.out(
-            *tensors,
-            **arguments,
-            workspace=self.workspace,
-            out=[self.out, no_lse(self.query.device)],
+            *tensors, **arguments, workspace=self.workspace, out=[self.out, lse]
         )
 
     def capture(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> "CapturedAttention":
@@ -111,11 +118,13 @@ class PagedAttentionCall:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a workspace depends on beside the number of tokens."""
-        return (self.query.shape[1:], self.key_cache.shape, self.query.dtype, self.sliding_window)
+        kind = (self.query.shape[1:], self.key_cache.shape, self.query.dtype, self.sliding_window)
+        return (*kind, self.causal, self.lse is None)
 
     def weak(self) -> "PagedAttentionCall":
         """The same call holding what lives in a graph's memory pool weakly."""
-        return replace(self, query=weak_reference(self.query), out=weak_reference(self.out))
+        lse = None if self.lse is None else weak_reference(self.lse)
+        return replace(self, query=weak_reference(self.query), out=weak_reference(self.out), lse=lse)
 
 
 class AttentionCall(Protocol):
@@ -263,6 +272,38 @@ def varlen_attention(
     if query.shape[0] == 0:
         return query.new_empty(*query.shape[:2], value.shape[2])
     visibility = _visibility(query.device, sliding_window) if causal else {"sparse_mode": NO_MASK}
+    return _packed(query, key, value, query_ends, kv_ends, scale=scale, **visibility)[0]
+
+
+def varlen_attention_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: list[int],
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of packed tokens among themselves, for :func:`merge_attention` with that over other keys.
+
+    :param query: [T, heads, head], at least one token; key [T, kv_heads, head] and value likewise.
+    :returns: ([T, heads, value_head], the log-sum-exp of the scaled scores, float32 [T, heads]).
+    """
+    visibility = _visibility(query.device, None)
+    out, lse = _packed(
+        query, key, value, query_ends, query_ends, scale=scale, softmax_lse_flag=True, **visibility
+    )
+    return out, lse.squeeze(-1)
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: list[int],
+    kv_ends: list[int],
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator over packed queries and keys."""
     return torch_npu.npu_fused_infer_attention_score(
         query.contiguous(),
         key.contiguous(),
@@ -272,6 +313,21 @@ def varlen_attention(
         input_layout="TND",
         num_heads=query.shape[1],
         num_key_value_heads=key.shape[1],
-        scale=scale,
-        **visibility,
-    )[0]
+        **arguments,
+    )
+
+
+def merge_attention(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint parts of the keys by their log-sum-exp (npu_attention_update).
+
+    :param outs: [T, heads, d] of each part, of one dtype, d at most 512; lses float32 [T, heads].
+    :returns: (out [T, heads, d], lse [T, heads]) as over all keys.
+    """
+    while len(outs) > MOST_PARTS:  # the operator's limit: the first ones become one
+        out, lse = merge_attention(outs[:MOST_PARTS], lses[:MOST_PARTS])
+        outs, lses = [out, *outs[MOST_PARTS:]], [lse, *lses[MOST_PARTS:]]
+    shape = outs[0].shape
+    out, lse = torch_npu.npu_attention_update(
+        [x.reshape(-1).contiguous() for x in lses], [x.reshape(-1, shape[2]) for x in outs], 1
+    )
+    return out.view(shape), lse.view(shape[:2])

@@ -8,7 +8,7 @@ head is the latent through another up-projection. Two forms of the same attentio
   2 with ``query_rope``). It reads 576 elements of a token for all heads.
 - *expanded*, for prefill: keys of 192 and values of 128 elements are made from the latents. New tokens attend
   causally among themselves, earlier ones are gathered from the cache in pieces, and the partial results are
-  merged by their log-sum-exp (npu_attention_update).
+  merged by their log-sum-exp (:func:`.attention.merge_attention`).
 
 The rotary operators take pairs of neighbours and leave them as halves, in keys and queries alike.
 """
@@ -39,7 +39,7 @@ def padded_heads(heads: int) -> int:
             return count
     raise ValueError(
         f"{heads} query heads on one NPU exceed the {HEAD_COUNTS[-1]} that latent attention takes; raise "
-        "tensor_parallel_size"
+        "tensor_parallel_size, or lower decode_context_parallel_size, which gathers heads"
     )
 
 
@@ -123,12 +123,13 @@ class LatentAttentionCall:
     block_table: torch.Tensor  # int32 [T, most blocks of a request]
     out: torch.Tensor  # [T, heads, 512], overwritten
     scale: float
+    lse: torch.Tensor | None = None  # float32 [T, heads, 1], overwritten with the scaled scores' log-sum-exp
     workspace: torch.Tensor | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a workspace depends on beside the number of tokens."""
-        return ("latent", self.query.shape[1:], self.latent_cache.shape, self.query.dtype)
+        return ("latent", self.query.shape[1:], self.latent_cache.shape, self.query.dtype, self.lse is None)
 
     def _arguments(
         self, query_ends: list[int], kv_lens: list[int]
@@ -145,6 +146,7 @@ class LatentAttentionCall:
             "num_key_value_heads": 1,
             "softmax_scale": self.scale,
             "sparse_mode": NO_MASK,
+            **({} if self.lse is None else {"return_softmax_lse": True}),
         }
 
     def get_workspace(self, query_ends: list[int], kv_lens: list[int]) -> torch.Tensor:
@@ -155,8 +157,9 @@ class LatentAttentionCall:
     def launch(self, query_ends: list[int], kv_lens: list[int]) -> None:
         """Compute into ``out``. ``query_ends`` is 1, 2 … T; ``kv_lens`` is per request, at least 1."""
         tensors, arguments = self._arguments(query_ends, kv_lens)
+        lse = no_lse(self.query.device) if self.lse is None else self.lse
         torch_npu.npu_fused_infer_attention_score_v2.out(
-            *tensors, **arguments, workspace=self.workspace, out=[self.out, no_lse(self.query.device)]
+            *tensors, **arguments, workspace=self.workspace, out=[self.out, lse]
         )
 
     def capture(self, stream: Any, query_ends: list[int], kv_lens: list[int]) -> CapturedAttention:
@@ -166,7 +169,7 @@ class LatentAttentionCall:
     def weak(self) -> "LatentAttentionCall":
         """The same call holding what lives in a graph's memory pool weakly."""
         parts = {name: weak_reference(getattr(self, name)) for name in ("query", "query_rope", "out")}
-        return replace(self, **parts)
+        return replace(self, **parts, lse=None if self.lse is None else weak_reference(self.lse))
 
 
 def expanded_attention(
@@ -232,16 +235,3 @@ def gather_latents(
         seq_offset=starts,
     )
     return latents.squeeze(1), ropes.squeeze(1)
-
-
-def merge_attention(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint parts of the keys.
-
-    :param outs: [T, heads, d] of each part, of one dtype; lses float32 [T, heads], at most 16 parts.
-    :returns: (out [T, heads, d], lse [T, heads]) as over all keys.
-    """
-    shape = outs[0].shape
-    out, lse = torch_npu.npu_attention_update(
-        [x.reshape(-1) for x in lses], [x.reshape(-1, shape[2]) for x in outs], 1
-    )
-    return out.view(shape), lse.view(shape[:2])

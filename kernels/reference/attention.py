@@ -19,8 +19,8 @@ def _compute(
     op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if is_latent(op, given):
-        latents = attend_latents(prepare_latent(op, query, key, value, given))
-        return latents, query.new_empty(0, dtype=torch.float32)
+        out, lse = attend_latents(*prepare_latent(op, query, key, value, given))
+        return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
     call, want_lse = prepare(op, query, key, value, given)
     out, lse = attend(call, want_lse)
     return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse.unsqueeze(-1)
@@ -41,9 +41,14 @@ def _compute_into(
         raise wrong(op, f"out has {len(targets)} tensors, it must have 2")
     out, lse_out = targets
     if is_latent(op, given):
-        latents = prepare_latent(op, query, key, value, given)
+        latents, want_lse = prepare_latent(op, query, key, value, given)
         _check_target(op, "attention_out", out, tuple(query.shape), query.dtype)
-        return attend_latents(latents, out), lse_out
+        if want_lse:
+            _check_target(op, "softmax_lse", lse_out, (*query.shape[:2], 1), torch.float32)
+        _, lse = attend_latents(latents, want_lse, out)
+        if lse is not None:
+            lse_out.copy_(lse)
+        return out, lse_out
     call, want_lse = prepare(op, query, key, value, given)
     shape = (*query.shape[:2], call.value.shape[2])
     _check_target(op, "attention_out", out, shape, query.dtype)

@@ -44,20 +44,20 @@ def is_latent(op: str, given: dict[str, Any]) -> bool:
 
 def prepare_latent(
     op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
-) -> LatentAttention:
-    """Check everything that the device documents."""
+) -> tuple[LatentAttention, bool]:
+    """Check everything that the device documents. Returns the call and whether the log-sum-exp is wanted."""
     named = {RENAMED.get(name, name): x for name, x in given.items()}
     query_rope, key_rope = named.pop("query_rope", None), named.pop("key_rope", None)
     if query_rope is None or key_rope is None:
         raise ValueError(f"{op}: query_rope and key_rope must be given together")
-    refuse_arguments(op, named, REFUSED[op] | {"softmax_lse_flag": False, "inner_precise": 0})
+    refuse_arguments(op, named, REFUSED[op] | {"inner_precise": 0})
     a = {**DEFAULTS, **{name: x for name, x in named.items() if name not in REFUSED[op]}}
     if a["input_layout"] != "TND":
         raise NotImplementedError(f"{op}: no reference for input_layout={a['input_layout']!r} (only 'TND')")
     _check_heads(op, query, query_rope, a)
     _check_pages(op, query, key, value, key_rope, a["block_size"])
     ends, lengths = _check_lengths(op, query.shape[0], a)
-    return LatentAttention(
+    call = LatentAttention(
         query=query,
         query_rope=query_rope,
         latents=key.view(-1, LATENT),
@@ -68,6 +68,7 @@ def prepare_latent(
         block_size=a["block_size"],
         scale=a["scale"],
     )
+    return call, a["softmax_lse_flag"]
 
 
 def _check_heads(op: str, query: torch.Tensor, query_rope: torch.Tensor, a: dict[str, Any]) -> None:
@@ -128,14 +129,18 @@ def _host_list(op: str, a: dict[str, Any], name: str) -> list[int]:
     return [int(x) for x in given]
 
 
-def attend_latents(call: LatentAttention, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the output [T, N, 512] in the query's dtype, which is ``out`` if given.
+def attend_latents(
+    call: LatentAttention, want_lse: bool, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the output [T, N, 512] in the query's dtype, which is ``out`` if given, and the log-sum-exp of the
+    scaled scores if wanted, float32 [T, N, 1].
 
     softmax(scale · (q · latentᵀ + q_rope · ropeᵀ)) · latent of each request, the last query aligned with the
     last key. Scores and sums are float32.
     """
     if out is None:
         out = torch.empty_like(call.query)
+    lse = call.query.new_empty(*call.query.shape[:2], 1, dtype=torch.float32) if want_lse else None
     blocks, start = call.latents.shape[0] // call.block_size, 0
     for request, (end, length) in enumerate(zip(call.query_ends, call.kv_lengths, strict=True)):
         place = torch.arange(length)
@@ -152,5 +157,7 @@ def attend_latents(call: LatentAttention, out: torch.Tensor | None = None) -> to
             last = torch.arange(length - (end - start), length).view(-1, 1, 1)
             scores.masked_fill_(place.view(1, 1, -1) > last, float("-inf"))
         out[start:end] = scores.softmax(-1) @ latent
+        if lse is not None:
+            lse[start:end] = scores.logsumexp(-1, keepdim=True)
         start = end
-    return out
+    return out, lse

@@ -18,6 +18,8 @@ from npufleet.kernels.ops.attention import PagedAttentionCall, varlen_attention
 from npufleet.kernels.ops.kv_cache import write_kv
 
 from .capture import recorder
+from .context_parallel import ContextGroup
+from .dense_context import SpreadAttention, SpreadStep
 from .layout import BLOCK_SIZES, SUPPORTED_LAYOUTS, PagedKV, half_page_spec, paged_kv
 from .metadata import DenseMetadata, DenseMetadataBuilder
 
@@ -76,8 +78,18 @@ class AscendAttentionBackend(AttentionBackend):
         return half_page_spec(spec)
 
 
+def _attend(call: PagedAttentionCall, query_ends: list[int], kv_lens: list[int]) -> None:
+    """Launch ``call``, or put it into the step that is being captured."""
+    step = recorder()
+    launch = call.launch if step is None else partial(step.attend, call)
+    launch(query_ends, kv_lens)
+
+
 class AscendAttentionImpl(AttentionImpl[DenseMetadata]):
     """Attention of one layer: writes the step's keys and values into the cache and attends over it."""
+
+    supports_dcp = True
+    can_return_lse_for_decode = True
 
     def __init__(
         self,
@@ -102,6 +114,12 @@ class AscendAttentionImpl(AttentionImpl[DenseMetadata]):
                 f"attention with {', '.join(named)} is not supported on NPU; supported is softmax attention "
                 "with a causal mask, a sliding window or no mask"
             )
+        self.context = ContextGroup.of_layer()
+        if self.context is not None and (
+            sliding_window is not None or kv_sharing_target_layer_name is not None
+        ):
+            what = "a sliding window" if sliding_window is not None else "a cache shared between layers"
+            raise ValueError(f"attention with {what} needs decode_context_parallel_size 1 on NPU")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -142,6 +160,8 @@ class AscendAttentionImpl(AttentionImpl[DenseMetadata]):
         if self.writes_cache and key is not None:
             written = attn_metadata.slots.shape[0]
             write_kv(key[:written], value[:written], pages.key_cache, pages.value_cache, attn_metadata.slots)
+        if attn_metadata.spread is not None:
+            return self._attend_spread(query, key, value, pages, attn_metadata, attn_metadata.spread, output)
         call = PagedAttentionCall(
             query=query[:tokens].contiguous(),
             key_cache=pages.key_cache,
@@ -151,9 +171,30 @@ class AscendAttentionImpl(AttentionImpl[DenseMetadata]):
             scale=self.scale,
             sliding_window=self.sliding_window,
         )
-        step = recorder()
-        launch = call.launch if step is None else partial(step.attend, call)
-        launch(attn_metadata.query_ends, attn_metadata.kv_lens)
+        _attend(call, attn_metadata.query_ends, attn_metadata.kv_lens)
+        return output
+
+    def _attend_spread(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: PagedKV,
+        metadata: DenseMetadata,
+        step: SpreadStep,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """As :meth:`forward`, with decode context parallel."""
+        assert self.context is not None
+        spread = SpreadAttention(group=self.context, pages=pages, scale=self.scale, attend=_attend)
+        decoded, tokens = step.decodes, metadata.num_tokens
+        if decoded:
+            output[:decoded] = spread.decode(
+                query[:decoded], metadata.query_ends, metadata.kv_lens, metadata.block_table, step.empty
+            )
+        if tokens > decoded:
+            new = slice(decoded, tokens)
+            output[new] = spread.prefill(query[new], key[new], value[new], step)
         return output
 
     def _attend_without_cache(

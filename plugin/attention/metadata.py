@@ -1,6 +1,7 @@
 """Attention metadata of one step: host lengths for the fused operator, device tables for one KV cache."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,12 +14,18 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 
+from .context_parallel import EmptyRequests, Shard
+from .dense_context import SpreadStep, spread_step
 from .layout import PagedKV, paged_kv, scale_block_table, scale_slots
 
 
 @dataclass(kw_only=True)
 class DenseMetadata(AttentionMetadata):
-    """What one step's attention needs beside Q, K and V; lengths are host lists, as the operator wants."""
+    """What one step's attention needs beside Q, K and V; lengths are host lists, as the operator wants.
+
+    With decode context parallel ``query_ends``, ``kv_lens`` (here at least 1 and of this rank alone) and
+    ``block_table`` are those of the requests with one new token, and the others are in ``spread``.
+    """
 
     query_ends: list[int]
     """Where each request's queries end in the token dimension (cumulative)."""
@@ -29,7 +36,9 @@ class DenseMetadata(AttentionMetadata):
     block_table: torch.Tensor
     """int32 [requests, blocks], in half pages."""
     slots: torch.Tensor
-    """int32 [tokens], slots of the half-page tensors; −1 is padding."""
+    """int32 [tokens], slots of the half-page tensors; −1 is padding, or a token of another rank."""
+    spread: SpreadStep | None = None
+    """With decode context parallel: how the step is attended to."""
 
 
 def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
@@ -81,6 +90,10 @@ class DenseMetadataBuilder(AttentionMetadataBuilder[DenseMetadata]):
         self._slots = torch.empty(scheduler.max_num_batched_tokens, dtype=torch.int32, device=device)
         self._block_table: torch.Tensor | None = None
         self._cache: PagedKV | None = None
+        self._shard = Shard.of(vllm_config)
+        if self._shard is not None:
+            self._empty = EmptyRequests(vllm_config, device)
+            self.reorder_batch_threshold = 1  # requests with one new token first
 
     def build(
         self,
@@ -96,8 +109,37 @@ class DenseMetadataBuilder(AttentionMetadataBuilder[DenseMetadata]):
             cache = self._bound_cache()
             table = scale_block_table(table, cache.step, self._table_buffer(table))
             slots = scale_slots(slots, cache.step, cache.block_size, self._slots[: slots.shape[0]])
+            if self._shard is not None:
+                return self._spread(common, ends, lens, table, slots, self._shard)
         return DenseMetadata(
             query_ends=ends, kv_lens=lens, num_tokens=ends[-1], block_table=table, slots=slots
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DenseMetadata:
+        """Metadata of a step without requests, which must not write to the cache. With decode context parallel
+        vLLM gives such a step slots, the same to each request.
+        """
+        common_attn_metadata.slot_mapping.fill_(-1)
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
+    def _spread(
+        self,
+        common: CommonAttentionMetadata,
+        ends: list[int],
+        lens: list[int],
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        shard: Shard,
+    ) -> DenseMetadata:
+        """Metadata of a step whose requests' tokens are spread over ranks."""
+        step = spread_step(ends, lens, table, partial(self._empty.of, common), shard)
+        return DenseMetadata(
+            query_ends=ends[: step.decodes],
+            kv_lens=shard.lengths(lens[: step.decodes]),
+            num_tokens=ends[-1],
+            block_table=table[: step.decodes],
+            slots=slots,
+            spread=step,
         )
 
     def _table_buffer(self, table: torch.Tensor) -> torch.Tensor:

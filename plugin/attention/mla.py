@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from npufleet.kernels.ops.attention import merge_attention
 from npufleet.kernels.ops.kv_cache import write_kv
 from npufleet.kernels.ops.mla import (
     KEY_SIZE,
@@ -24,11 +25,11 @@ from npufleet.kernels.ops.mla import (
     VALUE_SIZE,
     LatentAttentionCall,
     gather_latents,
-    merge_attention,
     padded_heads,
 )
 
 from .capture import recorder
+from .context_parallel import ContextGroup, without_empty
 from .mla_cache import LAYOUTS, RopeCache, latent_spec, pages
 from .mla_metadata import LatentMetadata, LatentMetadataBuilder
 
@@ -56,7 +57,7 @@ def check_sizes(given: dict[str, Any]) -> None:
 def check_model(sizes: dict[str, Any], heads: int, dtype: torch.dtype) -> None:
     """What can be told before any layer is made.
 
-    :param heads: query heads of a tensor-parallel rank.
+    :param heads: query heads of a tensor-parallel rank, times decode_context_parallel_size.
     :raises ValueError: sizes, heads or a dtype that the operators do not take.
     """
     check_sizes(sizes)
@@ -120,8 +121,8 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
     """Attention of one layer: decode over latents, prefill over expanded heads."""
 
     supports_pcp = False
-    supports_dcp = False
-    can_return_lse_for_decode = False
+    supports_dcp = True
+    can_return_lse_for_decode = True
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
             }
         )
         self.num_heads = num_heads
-        self.padded_heads = padded_heads(num_heads)
+        self.padded_heads = padded_heads(num_heads * self.dcp_world_size)
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
@@ -174,7 +175,7 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
         self.kv_b_proj = kv_b_proj
         self.q_pad_num_heads = q_pad_num_heads
         self.rope_cache: RopeCache | None = None
-        self.dcp_world_size = 1
+        self.context = ContextGroup.of_layer()
         self.key_up: torch.Tensor | None = None
         self.value_up: torch.Tensor | None = None
 
@@ -224,12 +225,18 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
         attn_metadata: LatentMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode: absorbed queries ([T, heads, 512], [T, heads, 64]) to latents [T, heads, 512], and no
-        log-sum-exp.
+        """Decode: absorbed queries ([T, heads, 512], [T, heads, 64]) to latents [T, heads, 512].
+
+        With decode context parallel the heads are those of all its ranks, attention is over the tokens that this
+        rank has, and its log-sum-exp, float32 [T, heads], comes with it; else None.
         """
         parts = q if isinstance(q, tuple) else q.split([LATENT_SIZE, ROPE_SIZE], dim=-1)
+        heads = parts[0].shape[1]
         query, rope = (self._pad(part) for part in parts)
         latents, ropes = self.caches(kv_c_and_k_pe_cache)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
         call = LatentAttentionCall(
             query=query,
             query_rope=rope,
@@ -238,15 +245,37 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
             block_table=attn_metadata.block_table,
             out=torch.empty_like(query),
             scale=self.scale,
+            lse=lse,
         )
         step = recorder()
         launch = call.launch if step is None else partial(step.attend, call)
         launch(attn_metadata.query_ends, attn_metadata.kv_lens)
-        return call.out[:, : self.num_heads], None
+        if lse is None:
+            return call.out[:, :heads], None
+        assert attn_metadata.empty is not None
+        return call.out[:, :heads], without_empty(lse[:, :heads, 0], attn_metadata.empty)
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: LatentMetadata,
+        layer: Any,
+    ) -> torch.Tensor:
+        """Absorbed queries [T, heads, 512] and [T, heads, 64] of this rank to latents [T, heads, 512], whichever
+        ranks have the tokens.
+        """
+        if self.context is None:
+            return self.forward_mqa((query, rope), kv_cache, step, layer)[0]
+        query, rope = self.context.gather_heads(query, rope)
+        part, lse = self.forward_mqa((query, rope), kv_cache, step, layer)
+        assert lse is not None
+        return self.context.combine(part, lse)[0]
 
     def _pad(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` [T, heads, d] contiguous, with heads of zeros up to a number that the operator takes."""
-        missing = self.padded_heads - self.num_heads
+        missing = self.padded_heads - query.shape[1]
         return torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query.contiguous()
 
     def forward_mha(
@@ -274,8 +303,12 @@ class AscendMLAImpl(MLAAttentionImpl[LatentMetadata]):
         latents, ropes = self.caches(kv_c_and_k_pe_cache)
         for chunk in prefill.chunks:
             earlier = gather_latents(
-                latents, ropes, chunk.block_table, chunk.lengths, chunk.starts, chunk.kv_ends[-1]
+                latents, ropes, chunk.block_table, chunk.lengths, chunk.starts, chunk.rows
             )
+            if self.context is not None:
+                assert chunk.places is not None
+                first, second = (self.context.gather_tokens(rows, chunk.places) for rows in earlier)
+                earlier = first, second
             key, value = self._expand(*earlier)
             part, part_lse = prefill.backend.run_prefill_context_chunk(chunk, q[chunk.tokens], key, value)
             merged, merged_lse = merge_attention([out[chunk.tokens], part], [lse[chunk.tokens], part_lse])

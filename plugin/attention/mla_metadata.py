@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from npufleet.kernels.ops.mla import PAGE_TOKENS
 
+from .context_parallel import EmptyRequests, Shard
 from .metadata import host_lengths
 from .mla_prefill import NPUMLAPrefillBackend
 
@@ -76,6 +77,35 @@ class ContextChunk:
     """int32 [requests]: earlier tokens of each."""
     starts: torch.Tensor
     """int32 [requests]: the first of them."""
+    rows: int
+    """Tokens that are read from this rank's cache: the sum of ``lengths``."""
+    places: torch.Tensor | None = None
+    """With decode context parallel int64 [``kv_ends[-1]``]: where the earlier tokens are among the rows that all
+    ranks read; else the rows are the tokens. Each rank reads as much as rank 0, which has most.
+    """
+
+
+def places_of_tokens(pieces: list[Piece], context: list[int], shard: Shard) -> tuple[torch.Tensor, list[int]]:
+    """Where the tokens of a chunk are once every rank has read its ``pieces`` and all rows lie one rank after the
+    other.
+
+    :param pieces: in tokens of rank 0; the other ranks read as many rows, of which the last may hold no token.
+    :param context: earlier tokens of each request, on all ranks together.
+    :returns: (rows int64, request by request; where each request's end). In a request they come rank by rank,
+        which attention without a mask does not see.
+    """
+    rows, before, count = sum(piece.length for piece in pieces), 0, 0
+    runs, ends = [], []
+    for piece in pieces:
+        for rank in range(shard.size):
+            held = shard.length(context[piece.request], rank) - piece.start
+            held = min(max(held, 0), piece.length)
+            first = rank * rows + before
+            runs.append(torch.arange(first, first + held))
+            count += held
+        ends.append(count)
+        before += piece.length
+    return torch.cat(runs), ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +131,11 @@ class LatentMetadata(MLACommonMetadata):
     query_ends: list[int]
     """1, 2 … for the decode requests, which have one query each."""
     kv_lens: list[int]
-    """Tokens in each decode request's cache after this step's are written."""
+    """Tokens in each decode request's cache on this rank after this step's are written, at least 1."""
     block_table: torch.Tensor
     """int32 [decode requests, blocks]."""
+    empty: torch.Tensor | None
+    """With decode context parallel bool [decode requests]: this rank has no token of the request."""
     new: LatentPrefill | None
     """The requests with several new tokens, None if there are none."""
 
@@ -130,6 +162,8 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         assert isinstance(self._prefill_backend, NPUMLAPrefillBackend)
         # vLLM's bound on the earlier tokens that are expanded at once; its memory is measured with it.
         self._limit = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+        self._shard = Shard.of(vllm_config)
+        self._empty = None if self._shard is None else EmptyRequests(vllm_config, device)
 
     def build(
         self,
@@ -160,10 +194,18 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
             num_prefills=active - decodes,
             num_tokens=ends[active - 1],
             query_ends=ends[:decodes],
-            kv_lens=lens[:decodes],
+            kv_lens=lens[:decodes] if self._shard is None else self._shard.lengths(lens[:decodes]),
             block_table=common.block_table_tensor[:decodes],
+            empty=None if self._empty is None else self._empty.of(common, decodes),
             new=new,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> LatentMetadata:
+        """Metadata of a step without requests, which must not write to the cache. With decode context parallel
+        vLLM gives such a step slots, the same to each request.
+        """
+        common_attn_metadata.slot_mapping.fill_(-1)
+        return super().build_for_cudagraph_capture(common_attn_metadata)
 
     def _prefill(
         self, table: torch.Tensor, counts: list[int], lens: list[int], first: int, last: int
@@ -174,22 +216,37 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         for count in counts:
             end += count
             ends.append(end)
-        plan = plan_context([n - count for n, count in zip(lens, counts, strict=True)], self._limit)
-        chunks = [self._chunk(chunk, table[first:last], [0, *ends]) for chunk in plan]
+        context = [n - count for n, count in zip(lens, counts, strict=True)]
+        plan = self._plan(context)
+        chunks = [self._chunk(chunk, table[first:last], [0, *ends], context) for chunk in plan]
         prefill = LatentPrefill(query_ends=ends, chunks=chunks, backend=self._prefill_backend)
         self._prefill_backend.prepare_metadata(prefill)  # type: ignore[arg-type]
         return prefill
 
-    def _chunk(self, pieces: list[Piece], table: torch.Tensor, bounds: list[int]) -> ContextChunk:
+    def _plan(self, context: list[int]) -> list[list[Piece]]:
+        """Chunks of the earlier tokens; with decode context parallel in tokens of rank 0, the same on all ranks."""
+        if self._shard is None:
+            return plan_context(context, self._limit)
+        shard = self._shard
+        limit = max(self._limit // shard.size, PAGE_TOKENS)
+        return plan_context([shard.length(count, 0) for count in context], limit)
+
+    def _chunk(
+        self, pieces: list[Piece], table: torch.Tensor, bounds: list[int], context: list[int]
+    ) -> ContextChunk:
         """``bounds`` of the requests' new tokens: request r has ``bounds[r]`` … ``bounds[r + 1] − 1``."""
         first, last = pieces[0].request, pieces[-1].request
         tokens = slice(bounds[first], bounds[last + 1])
-        kv_ends, end = [], 0
+        kv_ends, rows = [], 0
         for piece in pieces:
-            end += piece.length
-            kv_ends.append(end)
-        rows = [[piece.length for piece in pieces], [piece.start for piece in pieces]]
-        lengths, starts = async_tensor_h2d(rows, device=table.device, dtype=torch.int32)
+            rows += piece.length
+            kv_ends.append(rows)
+        places = None
+        if self._shard is not None:
+            found, kv_ends = places_of_tokens(pieces, context, self._shard)
+            places = async_tensor_h2d(found, device=table.device)
+        reads = [[piece.length for piece in pieces], [piece.start for piece in pieces]]
+        lengths, starts = async_tensor_h2d(reads, device=table.device, dtype=torch.int32)
         return ContextChunk(
             tokens=tokens,
             query_ends=[bound - tokens.start for bound in bounds[first + 1 : last + 2]],
@@ -197,4 +254,6 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
             block_table=table[first : last + 1],
             lengths=lengths,
             starts=starts,
+            rows=rows,
+            places=places,
         )

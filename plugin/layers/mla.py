@@ -62,7 +62,10 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         output = query.new_empty(query.shape[0], self.num_heads * self.v_head_dim)
         step = self._step()
         if step is None:  # vLLM measures memory: it takes what the largest chunk of earlier tokens needs
+            gathered = 0 if self.impl.context is None else 2 * self.mla_attn.chunked_prefill_workspace_size
+            rows = kv.new_empty(gathered, kv.shape[1])  # of all ranks
             self.mla_attn.forward_impl(query, kv, kv, self.mla_attn.kv_cache, cast(Any, None), output=output)
+            del rows
         else:
             attend = partial(self._attend, positions, query, kv, step, output)
             _transferred(self.mla_attn.layer_name, partial(_transferred, self.rope_cache.layer_name, attend))
@@ -135,7 +138,7 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
             )
         if decoded:
             absorbed = per_head_matmul(nope[:decoded], impl.key_up)
-            attended, _ = impl.forward_mqa((absorbed, rope[:decoded]), layer.kv_cache, step, layer)
+            attended = impl.decode(absorbed, rope[:decoded], layer.kv_cache, step, layer)
             output[:decoded] = per_head_matmul(attended, impl.value_up).flatten(1)
 
     def _angles(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,7 +73,11 @@ def test_plain_data_reads_back_equal() -> None:
         (model(engine={"data_parallel_size": 0}), "data_parallel_size: expected an integer from 1 to 1024"),
         (model(engine={"data_parallel_rank": 1}), "set data_parallel_size, the fleet places and joins"),
         (model(engine={"pipeline_parallel_size": "x"}), "pipeline_parallel_size: expected an integer"),
-        (model(engine={"decode_context_parallel_size": 2}), "decode_context_parallel_size is 2"),
+        (model(engine={"prefill_context_parallel_size": 2}), "prefill_context_parallel_size is 2"),
+        (
+            model(engine={"tensor_parallel_size": 3, "decode_context_parallel_size": 2}),
+            "decode_context_parallel_size is 2, which does not divide tensor_parallel_size 3",
+        ),
         (model(engine={"model": "x"}), "set models[].source"),
         (model(engine={"distributed_executor_backend": "mp"}), "Ray actors"),
         (model(rank_table="yes"), "rank_table"),

@@ -254,6 +254,21 @@ def test_the_group_of_dispatch_and_combine(layout: Layout, chip: str, hidden: in
     assert found.graphs >= ledger(shape, layout, Limits(chip=chip, max_num_seqs=8)).graphs
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("deepseek_v3", Layout(tensor=4, context=4)), ("llama", Layout(tensor=8, context=2))]
+)
+def test_ranks_that_share_a_sequence_hold_more_of_them(kind: str, layout: Layout) -> None:
+    shape = from_config(config(kind) | {"num_attention_heads": 16})
+    limits = Limits(hbm=GIB, hccl_buffsize=50)
+    spread, whole = ledger(shape, layout, limits), ledger(shape, replace(layout, context=1), limits)
+    assert spread.kv_per_token == whole.kv_per_token and spread.weights == whole.weights
+    assert spread.hccl - whole.hccl == 2 * 50 * (1 << 20)
+    assert set(spread.groups) - set(whole.groups) == {"decode context parallel"}
+    assert spread.activations >= whole.activations and spread.graphs >= whole.graphs
+    blocks = (spread.budget - spread.used) // (spread.kv_per_token * 128)
+    assert spread.kv_tokens == blocks * 128 * layout.context > whole.kv_tokens
+
+
 def test_capture_sizes_are_vllms() -> None:
     assert capture_sizes(Limits(max_num_seqs=16)) == [1, 2, 4, 8, 16, 24, 32]
     assert capture_sizes(Limits())[-1] == 512
@@ -297,6 +312,14 @@ def test_the_parts_never_exceed_the_budget(kind: str, hbm: int, tokens: int, sha
             "leave none of 2",
         ),
         ("mixtral", {}, Layout(data=3), "do not divide an expert's intermediate size 256"),
+        (
+            "deepseek_v3",
+            {},
+            Layout(tensor=4, context=3),
+            "context_parallel_size 3 does not divide tensor_parallel",
+        ),
+        ("llama", {}, Layout(tensor=2, context=2), "context_parallel_size 2 does not divide the 1 ranks"),
+        ("llama", {"num_key_value_heads": 1}, Layout(tensor=6, context=4), "tensor_parallel_size 6"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -349,6 +372,7 @@ def test_a_fleet_is_planned_with_its_engine_arguments(
         "stage": 0,
         "shared": {"placement": "auto", "ranks": 0, "overlap": False},
         "on_shared_rank": False,
+        "context": 1,
     }
     assert data["limits"]["max_num_seqs"] == 8
 

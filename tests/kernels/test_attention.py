@@ -151,6 +151,57 @@ def test_packed_keys(device, dtype, causal, window):
     assert_close(got, expected)
 
 
+def test_attention_in_parts_is_attention_over_all(device):
+    """Paged keys in two launches with their log-sum-exp; then more parts than the operator merges at once."""
+    case = make_case([(1, 40), (3, 40)])
+    query, keys, values, table = case.tensors(device)
+    outs, lses = [], []
+    for first, last in ((0, 16), (16, 40)):
+        lse = torch.empty(*query.shape[:2], 1, device=device)
+        call = attention.PagedAttentionCall(
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            block_table=table[:, first // 16 :].contiguous(),
+            out=torch.empty_like(query),
+            scale=SCALE,
+            causal=False,
+            lse=lse,
+        )
+        call.launch(case.query_ends, [last - first] * 2)
+        outs.append(call.out)
+        lses.append(lse.squeeze(-1))
+    merged, total = attention.merge_attention(outs, lses)
+    assert_close(merged, formulas.attention(case.query, case.keys, case.values, [1, 3], SCALE, False))
+    again, sum_of_20 = attention.merge_attention([merged] * 20, [total] * 20)
+    assert_close(again, merged.cpu().double())
+    torch.testing.assert_close(sum_of_20, total + torch.tensor(20.0).log().item())
+
+
+def test_new_tokens_and_earlier_ones_are_merged(device):
+    query, key, value = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+    old_key, old_value = torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    here = [x.to(device) for x in (query, key, value)]
+    new, new_lse = attention.varlen_attention_part(*here, [5], scale=SCALE)
+    pages = torch.zeros(2, 1, 16, 2, 16)
+    pages[0, 0, :9], pages[1, 0, :9] = old_key, old_value
+    lse = torch.empty(5, 4, 1, device=device)
+    call = attention.PagedAttentionCall(
+        query=here[0],
+        key_cache=pages[0].to(device),
+        value_cache=pages[1].to(device),
+        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        out=torch.empty_like(here[0]),
+        scale=SCALE,
+        causal=False,
+        lse=lse,
+    )
+    call.launch([5], [9])
+    merged, _ = attention.merge_attention([new, call.out], [new_lse, lse.squeeze(-1)])
+    whole = [torch.cat((old_key, key))], [torch.cat((old_value, value))]
+    assert_close(merged, formulas.attention(query, *whole, [5], SCALE))
+
+
 def test_packed_keys_with_smaller_values(device):
     query, key, value = torch.randn(6, 4, 32), torch.randn(6, 4, 32), torch.randn(6, 4, 16)
     got = attention.varlen_attention(

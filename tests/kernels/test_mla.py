@@ -1,5 +1,7 @@
 """Latent attention: absorbed and expanded attention are the same mathematics, written a second time in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -105,6 +107,15 @@ class Case:
         )
         self.ends = list(range(1, len(lengths) + 1))
 
+    def expected_lse(self, lengths: list[int]) -> torch.Tensor:
+        """Float64 [T, heads, 1]: of the scaled scores over the first ``lengths`` tokens of each request."""
+        rows = []
+        for request, length in enumerate(lengths):
+            latent, rope = self.latents[request][:length].double(), self.ropes[request][:length].double()
+            scores = self.query[request].double() @ latent.T + self.query_rope[request].double() @ rope.T
+            rows.append((scores * SCALE).logsumexp(-1, keepdim=True))
+        return torch.stack(rows)
+
     def expected(self, lengths: list[int]) -> torch.Tensor:
         """Float64 [T, heads, 512], with the first ``lengths`` tokens of each request."""
         rows = []
@@ -123,12 +134,24 @@ def test_absorbed_attention(device, dtype, heads):
     assert_close(case.call.out, case.expected(case.lengths))
 
 
-def test_replays_follow_new_lengths(device):
-    case = Case([200, 130, 257], 4, torch.float32, device)
-    case.call.launch(case.ends, case.lengths)
-    from dataclasses import replace
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_log_sum_exp_of_absorbed_attention(device, dtype):
+    case = Case([1, 129], 4, dtype, device)
+    lse = torch.empty(2, 4, 1, device=device)
+    call = replace(case.call, lse=lse)
+    assert call.kind != case.call.kind
+    call.launch(case.ends, case.lengths)
+    assert_close(call.out, case.expected(case.lengths))
+    torch.testing.assert_close(lse.cpu().double(), case.expected_lse(case.lengths), atol=2e-2, rtol=1e-3)
 
-    call = replace(case.call, workspace=case.call.get_workspace(case.ends, case.lengths))
+
+@pytest.mark.parametrize("want_lse", [False, True])
+def test_replays_follow_new_lengths(device, want_lse):
+    case = Case([200, 130, 257], 4, torch.float32, device)
+    lse = torch.zeros(3, 4, 1, device=device) if want_lse else None
+    call = replace(case.call, lse=lse)
+    call.launch(case.ends, case.lengths)
+    call = replace(call, workspace=call.get_workspace(case.ends, case.lengths))
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         captured = call.capture(torch.npu.current_stream(), case.ends, case.lengths)
@@ -138,6 +161,8 @@ def test_replays_follow_new_lengths(device):
         graph.replay()
         torch.npu.synchronize()
         assert_close(doubled, case.expected(lengths) * 2)
+        if lse is not None:
+            torch.testing.assert_close(lse.cpu().double(), case.expected_lse(lengths), atol=1e-4, rtol=1e-4)
     assert attention.CapturedAttention is type(captured)
 
 
@@ -165,7 +190,7 @@ def test_expanded_attention_in_parts_is_attention_over_all(device, dtype):
         assert lse is not None
         outs.append(out)
         lses.append(lse)
-    merged, total = mla.merge_attention(outs, lses)
+    merged, total = attention.merge_attention(outs, lses)
     scores = torch.einsum("tnd,snd->nts", query.double(), key.double()) * SCALE
     scores += torch.full((new, earlier + new), float("-inf"), dtype=torch.float64).triu_(earlier + 1)
     assert_close(merged, torch.einsum("nts,snd->tnd", scores.softmax(-1), value.double()))

@@ -133,13 +133,21 @@ def test_wrong_attention_over_latents_is_refused(what):
     [
         ("input_layout", "BNSD_NBSD"),
         ("learnable_sink", torch.zeros(4)),
-        ("return_softmax_lse", True),
         ("dequant_scale_key", torch.zeros(1)),
     ],
 )
 def test_arguments_without_a_reference_are_refused_by_name(name, value):
-    with pytest.raises(NotImplementedError, match=name if name != "return_softmax_lse" else "softmax_lse"):
+    with pytest.raises(NotImplementedError, match=name):
         attend(**{name: value})
+
+
+def test_the_given_log_sum_exp_must_fit():
+    for lse, message in (
+        (torch.empty(2, 4), "softmax_lse is (2, 4)"),
+        (torch.empty(2, 4, 1).half(), "float16"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            attend(f"{V2}.out", out=[torch.empty(2, 4, 512), lse], return_softmax_lse=True)
 
 
 def test_the_given_output_must_fit():

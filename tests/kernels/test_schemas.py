@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,16 @@ def latent_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
     )
     yield lambda: call.launch([1, 2], [130, 7])
     yield lambda: call.get_workspace([1, 2], [130, 7])
+    part = replace(call, lse=torch.empty(2, 4, 1, device=device))
+    yield lambda: part.launch([1, 2], [130, 7])
+    yield lambda: part.get_workspace([1, 2], [130, 7])
     heads = rand(5, 2, 192), rand(5, 2, 192), rand(5, 2, 128)
     for causal, want_lse in ((True, False), (False, True)):
         yield lambda causal=causal, want_lse=want_lse: mla.expanded_attention(
             *heads, [2, 5], [2, 5], causal=causal, scale=0.1, want_lse=want_lse
         )
     yield lambda: mla.gather_latents(latents, ropes, ints(1, 2).view(1, 2), ints(9), ints(128), 9)
-    yield lambda: mla.merge_attention([heads[2]] * 2, [torch.rand(5, 2, device=device)] * 2)
+    yield lambda: attention.merge_attention([heads[2]] * 2, [torch.rand(5, 2, device=device)] * 2)
 
 
 def quantized_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -206,7 +210,11 @@ def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
         )
         yield lambda call=call: call.launch(case.query_ends, case.kv_lens)
         yield lambda call=call: call.get_workspace(case.query_ends, case.kv_lens)
+    part = replace(call, sliding_window=None, causal=False, lse=torch.empty(4, 6, 1, device=device))
+    yield lambda: part.launch(case.query_ends, case.kv_lens)
+    yield lambda: part.get_workspace(case.query_ends, case.kv_lens)
     packed = rand(5, 2, 16)
+    yield lambda: attention.varlen_attention_part(packed, packed, packed, [2, 5], scale=0.2)
     for causal in (True, False):
         yield lambda causal=causal: attention.varlen_attention(
             packed, packed, packed, [2, 5], [2, 5], causal=causal, scale=0.2

@@ -62,6 +62,7 @@ def builder(limit: int = 8192) -> LatentMetadataBuilder:
     """A builder without a model around it."""
     made = object.__new__(LatentMetadataBuilder)
     made._limit = limit
+    made._shard = made._empty = None
     made._prefill_backend = NPUMLAPrefillBackend(4, 0.1, 512, 128, 64, 128, None)  # type: ignore[arg-type]
     return made
 

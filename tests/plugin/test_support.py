@@ -14,6 +14,8 @@ from vllm.platforms import current_platform
 from npufleet.plugin import support
 
 Checkpoint = Callable[..., Path]
+SPREAD = {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
 def configure(model: Path, **arguments: Any) -> VllmConfig:
@@ -92,8 +94,31 @@ def test_a_worker_of_the_users_own_stays(checkpoint: Checkpoint) -> None:
         ("llama", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
         (
             "llama",
-            {"tensor_parallel_size": 8, "decode_context_parallel_size": 2},
-            r"context parallelism.*tensor_parallel_size",
+            {"prefill_context_parallel_size": 2},
+            r"prefill context parallel.*second model runner.*decode_context_parallel_size",
+        ),
+        (
+            "llama",
+            {**SPREAD, "dcp_q_replicate": True},
+            "dcp_q_replicate is not supported on NPU: leave it out",
+        ),
+        ("llama", {**SPREAD, "kv_transfer_config": CONNECTOR}, r"KV connector.*remove kv_transfer_config"),
+        ("llama", {**SPREAD, "dcp_kv_cache_interleave_size": 2}, "use cp_kv_cache_interleave_size"),
+        ("llama", {**SPREAD, "cp_kv_cache_interleave_size": 3}, "3 does not divide blocks of 128 tokens"),
+        (
+            "llama",
+            {
+                "tensor_parallel_size": 24,
+                "decode_context_parallel_size": 4,
+                "hf_overrides": {"num_attention_heads": 48, "head_dim": 16},
+            },
+            "decode_context_parallel_size 4 does not divide the 6 ranks that share a key head",
+        ),
+        ("mistral", SPREAD, r"sliding window of 32 tokens.*disable_sliding_window"),
+        (
+            "mla",
+            {"hf_overrides": {"num_attention_heads": 256}, **SPREAD, "tensor_parallel_size": 2},
+            r"256 query heads.*decode_context_parallel_size",
         ),
         (
             "llama",
