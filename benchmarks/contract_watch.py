@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 group = dist.ProcessGroup.unbox(value)
-                for name in ("tp", "dp", "ep", "pp", "world"):
+                for name in ("tp", "dcp", "dp", "ep", "pp", "world"):
                     known = getattr(parallel_state, f"_{name.upper()}")
                     if known is not None and known.device_group.group_name == group.group_name:
                         self.groups.add(name)

@@ -105,6 +105,7 @@ class ContextGroup:
         own = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         gathered = self._group.all_gather(own, dim=0).view(self.size, tokens, heads, -1).transpose(0, 1)
         split = gathered.split([part.shape[-1] for part in parts], dim=-1)
+        # with one head of a rank a reshape is a view that is not contiguous
         return [part.reshape(tokens, self.size * heads, -1).contiguous() for part in split]
 
     def gather_tokens(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

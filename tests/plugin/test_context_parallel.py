@@ -196,10 +196,13 @@ def on_all_ranks(size: int, work: Callable[[Group], torch.Tensor]) -> list[torch
 def test_attention_over_spread_caches(
     size: int, interleave: int, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decodes with few and many tokens, prefills with and without earlier ones, one rank's cache often empty."""
+    """Decodes with few and many tokens, prefills with and without earlier ones, one rank's cache often empty; two
+    heads on each of two ranks, one on each of three.
+    """
     monkeypatch.setattr(context_parallel.dist, "all_to_all_single", all_to_all)
     torch.manual_seed(3)
-    counts, earlier, block, heads, head = [1, 1, 1, 4, 3, 2], [0, 1, 290, 0, 1, 77], 16, 2 * size, 16
+    own = 4 - size
+    counts, earlier, block, heads, head = [1, 1, 1, 4, 3, 2], [0, 1, 290, 0, 1, 77], 16, own * size, 16
     lens = [a + b for a, b in zip(counts, earlier, strict=True)]
     query = torch.randn(sum(counts), heads, head)
     keys, values = ([torch.randn(n, 1, head) for n in lens] for _ in range(2))
@@ -214,8 +217,7 @@ def test_attention_over_spread_caches(
         caches = torch.randn(2, len(lens) * 12, block, 1, head, device=NPU)
         slots = slots_of(shard, lens, [0] * len(lens), table, block).int().to(NPU)
         write_kv(torch.cat(keys).to(NPU), torch.cat(values).to(NPU), caches[0], caches[1], slots)
-        own = slice(2 * shard.rank, 2 * shard.rank + 2)
-        here = query[:, own].contiguous().to(NPU)
+        here = query[:, own * shard.rank : own * (shard.rank + 1)].contiguous().to(NPU)
         empty = torch.tensor([shard.length(n) == 0 for n in lens], device=NPU)
         step = spread_step(ends, lens, table.to(NPU), lambda n: empty[:n], shard)
         assert step.decodes == 3 and step.prefill_ends == [4, 7, 9]
