@@ -102,8 +102,9 @@ class Chaos:
         began = time.monotonic()
         say(f"{fault.name} ...")
         self.look()
-        await asyncio.to_thread(self._strike, fault)
-        await self._whole()
+        there = ready_engines(await self.status())
+        renews = await asyncio.to_thread(self._strike, fault)
+        await self._whole(there if renews else frozenset())
         recovery = Recovery(
             fault=fault.name,
             whole_s=time.monotonic() - began,
@@ -125,17 +126,20 @@ class Chaos:
             with contextlib.suppress(OSError):  # it has just ended
                 self.shared.update(orphan.shared_memory(process.pid))
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: Fault) -> bool:
+        """Do it; say whether an engine must have ended of it."""
         if fault.host:
             host = self.hosts.head if fault.host == "head" else self.rng.choice(self._engine_hosts())
+            titles = " ".join(map(title, host.family))
             self.hosts.kill(host)
             time.sleep(RESTART_S)
             self.hosts.start(host)
-            return
+            return ENGINE in titles or WORKER in titles
         found = self._processes(fault.title)
         assert found, f"no process {fault.title!r} to hit"
         victim = self.rng.choice(found)
         victim.send_signal(signal.SIGSTOP if fault.stop else signal.SIGKILL)
+        return fault.title != CONTROLLER
 
     def _engine_hosts(self) -> list[Host]:
         """Hosts with engines or workers, and without the front end: that one has a single replica, whose loss
@@ -149,8 +153,10 @@ class Chaos:
     def _processes(self, wanted: str) -> list[psutil.Process]:
         return [p for host in self.hosts.all for p in host.family if wanted in title(p)]
 
-    async def _whole(self) -> None:
-        """Wait until the controller knows every engine as ready, twice in a row, and no other one."""
+    async def _whole(self, before: frozenset[str]) -> None:
+        """Wait until the controller knows every engine as ready, twice in a row, and no other one; not all of
+        ``before``, one of which has ended.
+        """
         seen, deadline = 0, time.monotonic() + HEAL_S
         await asyncio.sleep(2.0)
         while seen < 2:
@@ -159,6 +165,7 @@ class Chaos:
             status = await self.status()
             ready = [engine for engine in status.get("engines", ()) if engine["state"] == "ready"]
             fine = len(ready) == len(status.get("engines", ())) == self.wanted
+            fine &= not before or ready_engines(status) != before
             stopped = any(map(is_stopped, self._processes(WORKER)))
             seen = seen + 1 if fine and not stopped else 0
             await asyncio.sleep(1.0)
@@ -171,6 +178,11 @@ class Chaos:
                 return answer
         except (httpx.HTTPError, ValueError):
             return {}
+
+
+def ready_engines(status: dict[str, Any]) -> frozenset[str]:
+    """The ids of the engines that are ready."""
+    return frozenset(e["engine_id"] for e in status.get("engines", ()) if e["state"] == "ready")
 
 
 def title(process: psutil.Process) -> str:

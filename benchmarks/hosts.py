@@ -1,4 +1,5 @@
-"""Simulated hosts: a Ray cluster of several raylets on this machine, each with an address, NPUs and labels of its own.
+"""Simulated hosts: a Ray cluster of several raylets on this machine, each with an address, NPUs and labels of its own,
+and, where asked for, a network namespace of its own.
 
 A host that is killed loses everything at once, as one whose power fails: Ray's daemons and whatever they started.
 The head keeps its state in RocksDB, so one that is started again is the same cluster.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import namespaces
 from npufleet.cluster.topology import facts
 from npufleet.cluster.topology.command import flags
 from npufleet.cluster.topology.facts import Facts
@@ -39,6 +41,7 @@ class Host:
     name: str
     address: str
     npus: int = 0
+    space: str = ""  # its network namespace, empty for that of this process
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -62,20 +65,28 @@ class Hosts:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="npufleet-hosts-")))
     port: int = 0
     keep_logs: bool = False
+    apart: bool = False  # each in a network namespace of its own
+    _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> Hosts:
         self.port = free_port()
         (self.folder / "token").write_text(secrets.token_hex(32))
-        os.environ.update(self.environment())
         with contextlib.ExitStack() as undo:
+            undo.callback(self._remove_folder)
+            undo.callback(_restore, {name: os.environ.get(name) for name in self.environment()})
+            os.environ.update(self.environment())
+            if self.apart:
+                made = undo.enter_context(namespaces.network([host.name for host in self.all]))
+                for host in self.all:
+                    host.space, host.address = made[host.name]
             undo.callback(self.end)
             for host in self.all:
                 self.start(host)
-            undo.pop_all()
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
+        self._undo.close()
 
     @property
     def all(self) -> list[Host]:
@@ -101,6 +112,8 @@ class Hosts:
             "RAY_health_check_period_ms": "2000",
             "RAY_health_check_timeout_ms": "5000",
             "RAY_health_check_failure_threshold": "3",
+            # While the head is away the others wait for it, longer than Ray's own minute: this machine is slow.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         }
 
     def start(self, host: Host) -> None:
@@ -139,6 +152,8 @@ class Hosts:
             command += [f"--temp-dir={self.folder / 'ray'}"]
         else:
             command += [f"--address={self.address}", "--num-cpus=4"]
+        if host.space:
+            command = namespaces.inside(host.space, command)
         with log.open("ab") as out:
             return subprocess.Popen(
                 command, stdout=out, stderr=out, env={**os.environ, **device}, start_new_session=True
@@ -155,12 +170,23 @@ class Hosts:
         host.process.wait(END_S)
 
     def end(self) -> None:
-        """End everything and remove the folder."""
+        """End everything."""
         for host in reversed(self.all):
             if host.process is not None:
                 self.kill(host)
+
+    def _remove_folder(self) -> None:
         if not self.keep_logs:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def on_head(self, command: list[str]) -> list[str]:
+        """Return ``command`` so that it runs on the head."""
+        return namespaces.inside(self.head.space, command) if self.head.space else command
+
+
+def _restore(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def free_port() -> int:

@@ -1,5 +1,6 @@
 """A fleet with everything but models: real Ray, Serve, controller, router and gateway over engines that make up
-their answers. Started as a process of its own: ``python -m tests.e2e.hollow FOLDER CONFIG.json``.
+their answers. Started as a process of its own: ``python -m tests.e2e.hollow FOLDER CONFIG.json``, or
+``… join ADDRESS CONFIG.json``, which begins it on a Ray cluster and leaves it there.
 
 An engine argument of a model sets how its engines behave: ``seed`` is added to each token of the answers, so that
 generations can be told apart; ``max_num_seqs`` 13 refuses to start, 14 fails at each start.
@@ -102,5 +103,19 @@ def main(folder: Path, config_file: Path) -> None:
         fleet.end(keep_logs=False)
 
 
+def join(address: str, config_file: Path) -> None:
+    """Begin the fleet on the Ray cluster at ``address``."""
+    import ray
+    from ray import serve as ray_serve
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    ray_serve.start(proxy_location="Disabled")
+    submit(assemble(Wish.of(fleet_config.from_dict(json.loads(config_file.read_text()))), factory))
+    ray.shutdown()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "join":
+        join(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
