@@ -111,10 +111,18 @@ class Changes:
     async def adjust(self, change: Callable[[Wish], Wish]) -> None:
         """Change the wish at once, in a way that needs no following."""
         async with self._submitting:
-            wish = change(self.wish)
-            if wish != self.wish:
-                self.wish = wish
+            before, wish = self.wish, change(self.wish)
+            if wish == before:
+                return
+            self.wish, submitted = wish, False
+            try:
                 await self.submit(wish, {})
+                submitted = True
+            finally:
+                if (
+                    not submitted
+                ):  # Serve does not know of it, so the next look must see that it is still to be done
+                    self.wish = before
 
     def taken_over(self, wish: Wish) -> None:
         """Serve tells the wish: that of this controller, or of one before it whose change is not over."""

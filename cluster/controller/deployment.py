@@ -78,6 +78,7 @@ class Controller:
         self._secret = secret
         self._ray = RayView()
         self._placing = asyncio.Lock()
+        self._proven: set[str] = set()  # models that have had an engine
         self._services: dict[str, tuple[str, str, float]] = {}  # by id: component, metrics URL, last heard of
         self._http = ControllerHttp(self)
         await self._http.start(self.config.metrics.host, self.config.metrics.port)
@@ -142,7 +143,17 @@ class Controller:
         return {"engines": [] if undo else there}
 
     async def place(self, engine_id: str, model: str) -> dict[str, Any]:
-        """Plan one engine and hold the NPUs for it; see :meth:`Placer.place`."""
+        """Plan one engine and hold the NPUs for it; see :meth:`Placer.place`.
+
+        Nodes come and go: what fitted once will fit again, so an engine of a model that has run is not told "never",
+        and may wait (``wait``) without end. One that a change brings has to fail, or the change could not be undone.
+        """
+        answer = await self._place(engine_id, model)
+        if "refused" in answer and model in self._proven and not self.changes.busy:
+            return {**answer, "never": False, "wait": True}
+        return answer
+
+    async def _place(self, engine_id: str, model: str) -> dict[str, Any]:
         seconds, why = self.health.wait(model)
         if seconds:
             return {"refused": why, "never": False}
@@ -177,6 +188,7 @@ class Controller:
         """
         told = endpoint_from_dict(endpoint)
         self.registry.heartbeat(told, time.monotonic())
+        self._proven.add(told.model)
         self.autoscaler.heard(told.engine_id, load or {})
         return self.placer.leaving.get(told.engine_id)
 

@@ -33,7 +33,7 @@ class ControllerClient:
         """Ask for NPUs; a controller that does not answer is a refusal for now."""
         call = self._controller.place.remote(self._engine_id, self._model)
         answer = await self._answer(call, ASK_TIMEOUT_S)
-        return answer or {"refused": "the controller does not answer", "never": False}
+        return answer or {"refused": "the controller does not answer", "never": False, "wait": True}
 
     async def report(self, phase: Phase, detail: str, seconds: dict[str, float]) -> None:
         """Say how far the start has come."""

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 600.0
-"""How long an engine waits for NPUs before its start fails; Serve then tries again."""
+"""How long an engine waits for NPUs before its start fails; Serve then tries again. No limit where the controller says
+so: for a model that has run already, and while there is no controller.
+"""
 
 GROUP_TIMEOUT_S = 60.0
 WATCH_S = 0.2
@@ -207,7 +209,8 @@ class Engine:
                 places = enumerate(zip(answer["nodes"], answer["npus"], strict=True))
                 bundles = tuple(Bundle(rank=i, node_id=node, npu=npu) for i, (node, npu) in places)
                 return Plan(engine_id=self.engine_id, bundles=bundles), answer["device"]
-            if answer["never"] or time.monotonic() > deadline:
+            late = time.monotonic() > deadline and not answer.get("wait")
+            if answer["never"] or late:
                 raise StartFailed(Cause(text=refused, final=answer["never"]))
             await self._controller.report(Phase.PLACING, refused, self._seconds)
             await asyncio.sleep(1.0)

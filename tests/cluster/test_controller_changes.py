@@ -132,6 +132,21 @@ async def test_scaling_by_hand_keeps_everything_else() -> None:
     await fleet.changes.stop()
 
 
+async def test_what_serve_was_not_told_is_still_to_be_done() -> None:
+    fleet = Fleet(wish())
+
+    async def away(told: Wish, surge: Mapping[str, int]) -> None:
+        raise ConnectionError
+
+    told, fleet.changes.submit = fleet.changes.submit, away
+    with pytest.raises(ConnectionError):
+        await fleet.changes.scale("m", 3)
+    assert fleet.changes.wish.engines == {"m": 1}
+    fleet.changes.submit = told
+    await fleet.changes.scale("m", 3)
+    assert [made.engines for made, _ in fleet.submitted] == [{"m": 3}]
+
+
 def test_a_change_fails_only_for_what_it_brought() -> None:
     wanted = {"m": ("new", 1)}
     other = start("old", Phase.REFUSED, "old trouble")

@@ -192,6 +192,17 @@ async def test_an_engine_makes_way_for_a_higher_priority(world: World) -> None:
         task.cancel()
 
 
+async def test_an_engine_of_a_model_that_has_run_waits_for_lost_nodes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "PLACE_TIMEOUT_S", -1.0)  # long over
+    waiting = {"refused": "no node of the Ray cluster offers the resource NPU", "never": False, "wait": True}
+    engine = await world.start(Controller(waiting, ROOM))
+    await engine.__del__()
+    with pytest.raises(RuntimeError, match="no node"):
+        await world.start(Controller({**waiting, "wait": False}, ROOM))
+
+
 async def test_a_request_that_never_fits_fails_at_once(world: World) -> None:
     controller = Controller({"refused": "too large", "never": True})
     with pytest.raises(RuntimeError, match="too large"):
