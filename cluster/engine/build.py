@@ -22,7 +22,7 @@ from ..placement import ray_state
 from ..placement.plan import Plan
 from ..placement.ports import hccl_bases
 from ..placement.rank_table import rank_table
-from . import worker_launch
+from . import membership, worker_launch
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -57,6 +57,7 @@ def prepare_environment(plan: Plan) -> None:
     # address the
     # engine core would start a Ray cluster of its own, and a forked core hangs in Ray.
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    os.environ[membership.HOST_ADDRESS] = ray.util.get_node_ip_address()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(bundle.rank) for bundle in plan.bundles)
     os.environ.setdefault("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "HCCL_,NPUFLEET_")

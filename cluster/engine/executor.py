@@ -15,6 +15,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from . import orphan
 from .causes import tell_failures
+from .membership import join
 from .phased import name_of
 from .phases import StartPhase, announce, announce_failure, announce_npus, announce_shared
 
@@ -27,6 +28,7 @@ class FleetExecutor(RayExecutorV2):
         orphan.die_with_parent(lambda: orphan.remove(self._shared))
         tell_failures(announce_failure)
         announce(StartPhase.PROCESSES)
+        join(vllm_config.parallel_config.ray_runtime_env)
         vllm_config.parallel_config.worker_cls = name_of(vllm_config.parallel_config.worker_cls)
         super().__init__(vllm_config)
         answers: list[tuple[str, list[str], str]] = self.collective_rpc(_about_worker)

@@ -14,8 +14,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from npufleet.cluster.engine import membership, ranks
 from npufleet.cluster.engine import rank as rank_module
-from npufleet.cluster.engine import ranks
 from npufleet.cluster.engine.causes import StartFailed
 from npufleet.cluster.engine.coordinator import Coordinator
 
@@ -62,6 +62,19 @@ def test_a_rank_takes_its_bundles_and_no_processor(monkeypatch: pytest.MonkeyPat
     assert told["environment"]["VLLM_RAY_BUNDLE_INDICES"] == "8,9,10,11"
     assert told["environment"]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert "VLLM_HOST_IP" not in told["environment"], "each node has its own"
+
+
+def test_a_core_joins_the_ray_node_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray, "init", lambda **told: joined.append(told))
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(joined))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    for _ in range(2):  # a rank that is a Ray actor is there already
+        membership.join("environment")
+    assert joined == [
+        {"address": "10.0.0.1:6379", "_node_ip_address": "10.0.0.7", "runtime_env": "environment"}
+    ]
 
 
 def test_an_empty_list_of_npus_is_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
