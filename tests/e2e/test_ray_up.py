@@ -132,12 +132,12 @@ def test_up_deploy_ask_down(site: Site) -> None:
     site.run("up", "-y", "--no-config-cache", str(site.file))
     remote = ("exec", str(site.file))
     on_head = "RAY_AUTH_MODE=token "
-    eventually(
-        "all three nodes have joined", START_S,
-        lambda: site.run(*remote, f"{on_head} ray status").count("node_") >= len(NAMES),
-    )  # fmt: skip
-    told = site.run(*remote, f"{on_head} npufleet doctor --nodes all --expect {len(NAMES)} || true")
-    assert f"{len(NAMES)} nodes" in told and "HCCL all-reduce" in told
+    doctor = f"{on_head} npufleet doctor --nodes all --expect {len(NAMES)} || true"
+    joined = f"{len(NAMES)} of {len(NAMES)} have joined"
+    told = eventually(
+        "all nodes have joined", START_S, lambda: joined in (said := site.run(*remote, doctor)) and said
+    )
+    assert "HCCL all-reduce" in told
 
     engine: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256}
     engine |= {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
