@@ -27,7 +27,8 @@ ENGINE = {
     "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20,
     "enforce_eager": True,
 }  # fmt: skip
-DOOR_S = 60.0
+DOOR_S, SETTLE_S = 60.0, 600.0
+ENGINES = 2
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 
 
@@ -88,6 +89,7 @@ def main() -> int:
         url, right = look(cluster, ports, apart)
         leave = small_host(url)
         npufleet(cluster, "drain", leave, "--address", cluster.address)
+        settle(url)
         url, right_again = look(cluster, ports, apart)
         assert small_host(url) != leave, f"the engine of 'small' still sits on {leave}"
         if args.keep:
@@ -103,6 +105,17 @@ def look(cluster: Hosts, ports: dict[str, int], apart: bool) -> tuple[str, bool]
     fine = placed_by_the_rules(told)
     print(f"{len(told['engines'])} engines, placed by the rules: {'yes' if fine else 'NO'}", flush=True)
     return url, answers(f"http://{door(cluster, ports['gateway'], apart)}") and fine
+
+
+def settle(url: str) -> None:
+    """Wait until every model has its engines: one that left is followed by another, which may be one too many."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        told = ask.get_json(url, "/status")
+        if all(m["ready"] == m["wanted"] for m in told["models"]) and len(told["engines"]) == ENGINES:
+            return
+        time.sleep(1.0)
+    raise TimeoutError(f"the fleet has not settled within {SETTLE_S:.0f} s")
 
 
 def door(cluster: Hosts, port: int, apart: bool) -> str:

@@ -40,10 +40,16 @@ def render(status: dict[str, Any]) -> str:
     for entry in status["progress"]:
         if entry["engine_id"] not in known:
             lines.append(f"  {progress_line(entry)}")
-    for node in status["nodes"]:
+    for node in sorted(status["nodes"], key=_order):
         lines += node_lines(node)
     lines += happened(status)
     return "\n".join(lines)
+
+
+def _order(node: dict[str, Any]) -> tuple[bool, list[int], str]:
+    """Nodes with NPUs first, then by address as people count: 10.0.0.9 before 10.0.0.10."""
+    address = str(node["address"])
+    return not node["npus"], [int(part) for part in address.split(".") if part.isdigit()], address
 
 
 def node_lines(node: dict[str, Any]) -> list[str]:
