@@ -145,12 +145,13 @@ class Controller:
     async def place(self, engine_id: str, model: str) -> dict[str, Any]:
         """Plan one engine and hold the NPUs for it; see :meth:`Placer.place`.
 
-        Nodes come and go: what fitted once will fit again, so an engine of a model that has run is not told "never",
-        and may wait (``wait``) without end. One that a change brings has to fail, or the change could not be undone.
+        Nodes come and go, and may come later than the fleet (after `ray up`, on Kubernetes), so an engine is not told
+        "never", and if its model has run it may wait (``wait``) without end. One that a change brings has to fail, or
+        the change could not be undone.
         """
         answer = await self._place(engine_id, model)
-        if "refused" in answer and model in self._proven and not self.changes.busy:
-            return {**answer, "never": False, "wait": True}
+        if "refused" in answer and not self.changes.busy:
+            return {**answer, "never": False, "wait": model in self._proven}
         return answer
 
     async def _place(self, engine_id: str, model: str) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def test_nodes_leave_and_the_head_dies_and_nobody_notices(
             hosts.hosts.append(host)
             hosts.start(host)
         before = eventually("both engines are ready", START_S, cluster.two_ready)
+        told = [entry["phase"] for entry in cluster.status()["progress"]]
+        assert set(told) == {"ready"}, "an engine that waits for the first node has not failed"
         streams = [Stream(cluster.ports["router"], "alpha") for _ in range(4)]
 
         stays, leaves = (left, right) if right.address in before.values() else (right, left)
@@ -101,9 +103,8 @@ def test_nodes_leave_and_the_head_dies_and_nobody_notices(
         eventually(
             "no engine is left there", RECOVER_S, lambda: set(cluster.two_ready().values()) == {stays.address}
         )
-        for node in cluster.status()[
-            "nodes"
-        ]:  # Ray itself ends a drained node as soon as nothing is left on it
+        there = cluster.status()["nodes"]  # Ray itself ends a drained node as soon as nothing is left on it
+        for node in there:
             if node["address"] == leaves.address:
                 assert (node["closed"], node["reserved"]) == ("leaving", 0)
         hosts.kill(leaves)
