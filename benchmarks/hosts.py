@@ -27,7 +27,7 @@ from npufleet.cluster.topology.command import flags
 from npufleet.cluster.topology.facts import Facts
 
 START_S = 120.0
-TRIES = 3
+TRIES = 8
 STARTED = b"Ray runtime started"
 END_S = 30.0
 CHIP = "Ascend910B3"
@@ -119,7 +119,7 @@ class Hosts:
     def start(self, host: Host) -> None:
         """Start a host, or start it again, and wait until it is part of the cluster.
 
-        Ray gives its own processes 30 s, which a busy machine can miss, so it is tried three times.
+        Ray gives its own processes 15 to 30 s, which a busy machine can miss, so it is tried again and again.
 
         Raises:
             RuntimeError: if it does not start.
