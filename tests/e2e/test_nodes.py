@@ -122,7 +122,8 @@ def test_nodes_leave_and_the_head_dies_and_nobody_notices(
         assert [text for stream in streams for text in stream.failed] == []
 
         survivors = set(cluster.two_ready())
-        victim = next(p for p in front.family if ENGINE in " ".join(p.cmdline()))
+        everybody = [process for host in (front, stays) for process in host.family]
+        victim = next(process for process in everybody if ENGINE in " ".join(process.cmdline()))
         victim.kill()
         psutil.wait_procs([victim], timeout=60)
         eventually("a new engine in its stead", RECOVER_S, lambda: set(cluster.two_ready()) - survivors)
