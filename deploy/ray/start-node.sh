@@ -1,6 +1,9 @@
 #!/bin/bash
 # Starts Ray on this node with what the node has: start-node.sh head|worker HEAD_ADDRESS [NODE_YAML]
 #
+# `ray up` tells its workers the address of the head and not the head itself: there HEAD_ADDRESS is "-", the head_ip of
+# the cluster file that `ray up` has put beside.
+#
 # The same script starts the head, every worker and a fleet of one node. Ray asks for the token in ~/.ray/auth_token
 # everywhere: make it once with `ray get-auth-token --generate`, and give every node the same file.
 set -eu
@@ -12,6 +15,11 @@ case $role in
 head | worker) ;;
 *) echo "usage: start-node.sh head|worker HEAD_ADDRESS [NODE_YAML]" >&2; exit 2 ;;
 esac
+if [ "$role$head" = head- ]; then
+  head=$(python3 -c '
+import sys, yaml
+print(yaml.safe_load(open(sys.argv[1]))["provider"]["head_ip"])' "$HOME/ray_bootstrap_config.yaml")
+fi
 if [ -z "$head" ]; then
   echo "start-node.sh: the head's address is missing" >&2
   exit 2

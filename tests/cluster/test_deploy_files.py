@@ -31,9 +31,9 @@ def test_ray_accepts_the_cluster_files(file: Path) -> None:
     assert mounts["~/.ray/auth_token"] == "~/.ray/auth_token"
     for source in mounts.values():
         assert source.startswith("~") or (FOLDER.parents[1] / source).is_file()
-    for role in ("head", "worker"):
+    for role, head in (("head", "-"), ("worker", "$RAY_HEAD_IP")):  # Ray sets the variable for workers only
         (command,) = data[f"{role}_start_ray_commands"]
-        assert f"start-node.sh {role} $RAY_HEAD_IP" in command
+        assert f"start-node.sh {role} {head} ~/npufleet/node.yaml" in command
     nodes = 1 + len(data["provider"]["worker_ips"])
     assert f"--expect {nodes}" in file.read_text()
 
@@ -86,6 +86,15 @@ def test_the_head_is_started_with_token_flags_and_the_right_autoscaler(home: Pat
     assert '--resources={"NPU":2} --labels=a=b mode=token v2=0' in said
     assert (home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     assert "secret" not in said + done.stdout + done.stderr
+
+
+def test_the_head_of_ray_up_finds_its_address_in_the_cluster_file(home: Path) -> None:
+    (home / "ray_bootstrap_config.yaml").write_text("provider: {type: local, head_ip: 127.0.0.1}")
+    done = start(home, "head", "-")
+    assert done.returncode == 0, done.stderr
+    assert "start --head --port=6379 --node-ip-address=127.0.0.1" in calls(home)[-1]
+    (home / "ray_bootstrap_config.yaml").unlink()
+    assert start(home, "head", "-").returncode != 0
 
 
 def test_a_worker_joins_with_its_own_address_and_declared_file(home: Path) -> None:
