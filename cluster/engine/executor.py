@@ -10,10 +10,11 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
-from . import orphan
+from . import orphan, title
 from .causes import tell_failures
 from .membership import join
 from .phased import name_of
@@ -28,6 +29,7 @@ class FleetExecutor(RayExecutorV2):
         orphan.die_with_parent(lambda: orphan.remove(self._shared))
         tell_failures(announce_failure)
         announce(StartPhase.PROCESSES)
+        title.show(envs.VLLM_PROCESS_NAME_PREFIX)
         join(vllm_config.parallel_config.ray_runtime_env)
         vllm_config.parallel_config.worker_cls = name_of(vllm_config.parallel_config.worker_cls)
         super().__init__(vllm_config)
