@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 NAME = "EngineCore"
 
@@ -17,6 +18,7 @@ def show(prefix: str) -> None:
     """Give this process the name ``prefix::EngineCore`` if it is a child of an engine that has not got it."""
     if multiprocessing.parent_process() is None or f"::{NAME}" in Path("/proc/self/cmdline").read_text():
         return
-    import ray
+    from ray import _raylet
 
-    ray._raylet.setproctitle(f"{prefix}::{NAME}")  # Ray's copy of that package also asks the kernel
+    native: Any = _raylet  # Ray's copy of that package also asks the kernel
+    native.setproctitle(f"{prefix}::{NAME}")
