@@ -41,7 +41,7 @@ FAMILIES = {
     "Kimi-K2": "kimi-k2",
 }
 """Title → checkpoint of tests/parity/checkpoints.py."""
-COLUMNS = ("fp32", "bf16", "TP2", "EP2", "DPxEP", "PP2", "graph = eager", "chunked", "prefix cache")
+COLUMNS = ("fp32", "bf16", "TP2", "DCP2", "EP2", "DPxEP", "PP2", "graph = eager", "chunked", "prefix cache")
 
 Row = Mapping[str, Mapping[str, str]]  # column → {value, detail}
 
@@ -55,6 +55,8 @@ every one is continued greedily by 64 tokens.
 | fp32 | all tokens equal; log probabilities within 2e-3 (logits deviate by 8); eager, prompts whole in one step |
 | bf16 | numbers: see below |
 | TP2, PP2 | as fp32, on two ranks: tensor parallel, pipeline parallel; graphs, steps of at most 64 tokens |
+| DCP2 | as TP2, with the KV cache of each sequence spread over two ranks (decode context parallel); four ranks where \
+two would hold different key heads |
 | EP2 | as TP2, with whole experts spread over the ranks |
 | DPxEP | two data-parallel replicas with prompts of their own share the experts; at the end only one has work |
 | graph = eager | the tokens with graphs equal those without, with fewer device calls |

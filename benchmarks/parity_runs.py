@@ -148,6 +148,22 @@ def over_two_ranks(column: str, **settings: Any) -> Run:
     return run
 
 
+def over_context(path: Path) -> dict[str, Any]:
+    """Tensor parallel of two; of four for key heads of more than one, which two ranks would split: a cache is spread
+    over ranks that hold the same heads.
+    """
+    model = EngineArgs(model=str(path), skip_tokenizer_init=True).create_model_config()
+    ranks = 2 if model.use_mla or model.get_total_num_kv_heads() == 1 else 4
+    return {"tensor_parallel_size": ranks, "decode_context_parallel_size": 2}
+
+
+def spread_cache(family: Family) -> Iterator[Cells]:
+    """Worker processes that share the KV cache of each sequence by twos."""
+    settings = over_context(family.path)
+    with worker_engine(family.path, settings["tensor_parallel_size"], **GRAPHS, **settings) as llm:
+        yield {"DCP2": judge(family, greedy(llm, prompts(VOCAB), STEPS, logprobs=5))}
+
+
 def between_replicas(family: Family) -> Iterator[Cells]:
     """Two replicas with half of the prompts each, then the first alone."""
     found = run_replicas(family.path, STEPS, {**GRAPHS, **SPREAD})
@@ -158,10 +174,12 @@ def between_replicas(family: Family) -> Iterator[Cells]:
 
 
 PIPELINE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-RUNS: tuple[tuple[tuple[str, ...], dict[str, Any], Run], ...] = (
+Settings = dict[str, Any] | Callable[[Path], dict[str, Any]]
+RUNS: tuple[tuple[tuple[str, ...], Settings, Run], ...] = (
     (("fp32", "graph = eager", "chunked", "prefix cache"), GRAPHS, one_rank),
     (("bf16",), {"dtype": "bfloat16", **GRAPHS}, bfloat16),
     (("TP2",), {"tensor_parallel_size": 2}, over_two_ranks("TP2")),
+    (("DCP2",), over_context, spread_cache),
     (("PP2",), PIPELINE, over_two_ranks("PP2", **PIPELINE)),
     (("EP2",), {"tensor_parallel_size": 2, **SPREAD}, over_two_ranks("EP2", **SPREAD)),
     (("DPxEP",), {"data_parallel_size": 2, **SPREAD}, between_replicas),
@@ -169,8 +187,9 @@ RUNS: tuple[tuple[tuple[str, ...], dict[str, Any], Run], ...] = (
 """Columns, what an engine for them is asked for, and the run that answers."""
 
 
-def refusal(path: Path, settings: dict[str, Any]) -> Cell | None:
+def refusal(path: Path, asked: Settings) -> Cell | None:
     """What vLLM or the plugin says against an engine of these settings before anything starts; None: nothing."""
+    settings = asked(path) if callable(asked) else asked
     given = {"model": str(path), "distributed_executor_backend": "mp", **SMALL, **settings}
     try:
         EngineArgs(**given).create_engine_config()
