@@ -21,8 +21,8 @@ from npufleet.cluster.bench.trace import TraceRequest, read, reuse
 from npufleet.cluster.sim.fleet import FleetSpec, capacity
 from npufleet.cluster.sim.timing import DEFAULT_PRESET, preset
 
-from .report import page, plot
-from .study import PARTS, BlockPrompt, Result, policies, run, take, workload
+from .report import ADMISSION, page, plot
+from .study import PARTS, TTFT_OBJECTIVE, BlockPrompt, Result, policies, run, take, workload
 
 LOADS = (0.5, 0.75, 1.0, 1.15, 1.3)
 SIZES = (16, 64)
@@ -41,12 +41,14 @@ class Case:
 
 
 def cases(sizes: tuple[int, ...], loads: tuple[float, ...]) -> Iterator[Case]:
-    """The main table, then the variations on the smaller fleet at 0.9 of its capacity."""
+    """The main table with its routers that refuse, then the variations on the smaller fleet at 0.9 of its capacity."""
     for load in loads:
         for engines in sizes:
             spec = FleetSpec(engines=engines, device=preset(DEFAULT_PRESET))
             for name in policies():
                 yield Case(title="", policy=name, load=load, spec=spec)
+            gated = replace(spec, ttft_objective=TTFT_OBJECTIVE)
+            yield Case(title=ADMISSION, policy="predicted-ttft", load=load, spec=gated)
     base = FleetSpec(engines=sizes[0], device=preset(DEFAULT_PRESET))
     slow = tuple(range(max(1, round(0.05 * sizes[0]))))
     varied = {

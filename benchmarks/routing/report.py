@@ -9,6 +9,7 @@ from typing import Any
 from .study import TPOT_OBJECTIVE, TTFT_OBJECTIVE
 
 Row = Mapping[str, Any]
+ADMISSION = "admission"  # the title of runs whose router refuses what it predicts to be late
 
 _HEAD = """\
 # Routing quality
@@ -29,6 +30,15 @@ their published constants (`benchmarks/routing/formulas.py`); where a formula ca
 The best mean TTFT of each column is bold. Each cell is one run.
 
 ![Mean and 90th percentile of the time to first token](routing-benchmark.svg)
+"""
+
+
+_ADMISSION = """\
+## With admission
+
+The same runs with `predicted-ttft` and `admission.ttft_objective` of {ttft:g} s: the router refuses at once, with the
+time to come back in, what it predicts to be later, so that the rest is in time. A refused request counts against
+goodput; none comes back here.
 """
 
 
@@ -65,7 +75,11 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         )
         parts.append("Hit rate / goodput by load:\n")
         parts.append(_table(some, lambda row: f"{row['hit_rate']:.1%} / {row['goodput']:.1%}", best=None))
-    varied = [row for row in rows if row["title"]]
+    gated = [row for row in rows if row["title"] == ADMISSION]
+    if gated:
+        parts.append(_ADMISSION.format(ttft=TTFT_OBJECTIVE))
+        parts.append(_admission(gated, main))
+    varied = [row for row in rows if row["title"] not in ("", ADMISSION)]
     if varied:
         parts.append("## Several routers, late events, slow and dead engines\n")
         number = facts.get("varied_requests", facts["requests"])
@@ -73,6 +87,24 @@ def page(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         parts.append(f"{where}; mean / p90 TTFT, goodput:\n")
         parts.append(_varied(varied))
     return "\n".join(parts)
+
+
+def _admission(gated: Sequence[Row], main: Sequence[Row]) -> str:
+    lines = [
+        "| engines | load | refused | mean / p90 TTFT of the others | goodput | best goodput without |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(gated, key=lambda one: (one["engines"], one["load"])):
+        where = (row["engines"], row["load"])
+        best = max(
+            (one for one in main if (one["engines"], one["load"]) == where), key=lambda one: one["goodput"]
+        )
+        lines.append(
+            f"| {row['engines']} | {row['load']:g} | {row['refused']:.1%}"
+            f" | {row['ttft_mean']:.2f} / {row['ttft_p90']:.2f}"
+            f" | {row['goodput']:.1%} | {best['goodput']:.1%} ({best['policy']}) |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Row], cell: Any, best: str | None) -> str:

@@ -89,9 +89,10 @@ class Result:
     ttft_p90: float
     ttft_p99: float
     tpot_p90: float
-    hit_rate: float  # share of prompt tokens found cached
+    hit_rate: float  # share of the prompt tokens of those served found cached
     goodput: float  # share of requests within both objectives
     failed: int
+    refused: float  # share of requests
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -128,9 +129,11 @@ def sum_up(records: Sequence[Record], name: str, engines: int, load: float) -> R
         ttft_p90=_quantile(ttft, 0.9),
         ttft_p99=_quantile(ttft, 0.99),
         tpot_p90=_quantile(spread, 0.9),
-        hit_rate=sum(r.cached for r in records) / sum(r.arrival.prompt.length for r in records),
+        hit_rate=sum(r.cached for r in records)
+        / sum(r.arrival.prompt.length for r in records if not r.refused),
         goodput=good / len(records),
         failed=sum(record.failed for record in records),
+        refused=sum(record.refused for record in records) / len(records),
     )
 
 

@@ -36,6 +36,28 @@ class Engines(Protocol):
         """The loads of the ready engines of ``model``, as ``info`` would find them."""
 
 
+def soonest(info: RequestInfo, loads: Sequence[EngineLoad], waiting: int = 0) -> tuple[float, float]:
+    """Seconds that others' work and its own prompt take before the first token of ``info``, on the engine of ``loads``
+    that is soonest.
+
+    0, 0 while nothing is known of the engines' pace. ``waiting`` requests in the queue count as prompts like its own.
+    """
+    known = [load for load in loads if load.pace.known]
+    if not known:
+        return 0.0, 0.0
+    wait, own = min((predict(info, load) for load in known), key=sum)
+    wait += waiting * own / len(known)
+    return wait, own + min(load.pace.base for load in known)
+
+
+def overdue(wait: float, own: float, objective: float) -> float:
+    """Seconds to come back in for a first token within ``objective``; 0 or less: it comes in time.
+
+    What its own prompt takes, it takes whenever it comes.
+    """
+    return min(wait + own - objective, wait)
+
+
 class Gate:
     """One router's gate. Belongs to one event loop."""
 
@@ -139,7 +161,7 @@ class Gate:
         if not objective:
             return
         wait, own = self._predict(model, info)
-        late = min(wait + own - objective, wait)  # what its own prompt takes, it takes whenever it comes
+        late = overdue(wait, own, objective)
         if late > 0:
             message = (
                 f"the first token would come in {wait + own:.1f} s, later than {objective:g} s: "
@@ -151,16 +173,7 @@ class Gate:
         return self._predict(model, info)[0]
 
     def _predict(self, model: str, info: RequestInfo) -> tuple[float, float]:
-        """Seconds that others' work and its own prompt take before its first token, on the engine that is soonest.
-
-        0, 0 while nothing is known of the engines' pace. Requests that wait here count as prompts like its own.
-        """
-        loads = [load for load in self._engines.look(model, info) if load.pace.known]
-        if not loads:
-            return 0.0, 0.0
-        wait, own = min((predict(info, load) for load in loads), key=sum)
-        wait += self.waiting(model) * own / len(loads)
-        return wait, own + min(load.pace.base for load in loads)
+        return soonest(info, self._engines.look(model, info), self.waiting(model))
 
     def _bucket(self, tenant: Tenant) -> TokenBucket | None:
         if not tenant.tokens_per_minute:

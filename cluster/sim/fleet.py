@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from npufleet.cluster.admission.gate import overdue, soonest
 from npufleet.cluster.router.base import LoadReport, Policy, RequestInfo
 from npufleet.cluster.router.decider import Claim, Decider
 from npufleet.cluster.router.ledger import Ledger
@@ -51,6 +52,7 @@ class FleetSpec:
     slow: tuple[int, ...] = ()  # engines that take ``slow_factor`` times as long
     slow_factor: float = 3.0
     kill: tuple[int, float, float] | None = None  # engine, when it dies, when a new one takes its place
+    ttft_objective: float = 0.0  # routers refuse what they predict to be later; 0: they refuse nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,7 @@ class Record:
     first: float = -1.0
     end: float = -1.0
     failed: bool = False  # its engine died after the first token
+    refused: bool = False  # by a router, for its objective
     tries: int = 0
 
 
@@ -79,8 +82,10 @@ class _Engine:
 
 
 class _Router:
-    def __init__(self, policy: Policy, clock: Callable[[], float], block_size: int, number: int) -> None:
-        self.decider = Decider(policy, clock, guess_block=block_size, salt=number)
+    def __init__(
+        self, policy: Policy, clock: Callable[[], float], block_size: int, number: int, learns: bool
+    ) -> None:
+        self.decider = Decider(policy, clock, learns=learns, guess_block=block_size, salt=number)
         self.ledgers: dict[str, Ledger] = {}
 
     def hear(
@@ -110,7 +115,8 @@ class VirtualFleet:
         self._order = count()
         self._ids = count()
         self._routers = [
-            _Router(policy(), lambda: self.now, spec.block_size, number) for number in range(spec.routers)
+            _Router(policy(), lambda: self.now, spec.block_size, number, spec.ttft_objective > 0)
+            for number in range(spec.routers)
         ]
         self._engines: dict[str, _Engine] = {}
         for place in range(spec.engines):
@@ -164,7 +170,13 @@ class VirtualFleet:
         arrival = record.arrival
         length = arrival.prompt.length
         info = RequestInfo(model=MODEL, prompt_tokens=length, session=arrival.session, prompt=arrival.prompt)
-        claim = router.decider.choose(MODEL, info, list(router.ledgers.values()), _REPORT_TTL)
+        ledgers = list(router.ledgers.values())
+        if self.spec.ttft_objective and not record.tries:
+            wait, own = soonest(info, router.decider.look(MODEL, info, ledgers, _REPORT_TTL))
+            record.refused = overdue(wait, own, self.spec.ttft_objective) > 0
+            if record.refused:
+                return
+        claim = router.decider.choose(MODEL, info, ledgers, _REPORT_TTL)
         engine = self._engines[claim.engine_id]
         record.engine, record.believed = engine.name, claim.cached_tokens
         record.tries += 1

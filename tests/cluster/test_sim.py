@@ -200,6 +200,26 @@ def test_requests_of_a_dead_engine_are_served_by_others_and_its_successor_begins
     assert not any(r.engine == "e0.0" and r.arrival.at > 5.0 for r in records)
 
 
+def test_routers_refuse_what_would_be_late_and_others_come_sooner():
+    everything, gated = (
+        VirtualFleet(
+            FleetSpec(engines=2, device=SMALL, ttft_objective=objective),
+            lambda: load_policy("predicted-ttft"),
+        ).run(workload(200, 12.0))
+        for objective in (0.0, 1.0)
+    )
+    assert not any(record.refused for record in everything)
+    refused = [record for record in gated if record.refused]
+    assert 0 < len(refused) < 100
+    assert all(record.first < 0 and not record.tries for record in refused)
+
+    def waits(records: list[Record]) -> list[float]:
+        return [record.first - record.arrival.at for record in records if not record.refused]
+
+    assert max(waits(gated)) < max(waits(everything)) / 3
+    assert sum(wait <= 1.0 for wait in waits(gated)) > sum(wait <= 1.0 for wait in waits(everything))
+
+
 def test_capacity_is_what_the_engines_complete():
     spec = FleetSpec(engines=2, device=SMALL)
     assert capacity(spec, workload(200, 1.0)) == pytest.approx(
