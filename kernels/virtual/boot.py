@@ -83,11 +83,13 @@ def after_torch_npu() -> None:
     assert _kernels.vnpu_install_kernels() > 0
     from npufleet.kernels import reference
     from npufleet.kernels.reference import communicator
+    from npufleet.kernels.reference import formats as reference_formats
 
-    from . import communicators
+    from . import communicators, formats
 
     reference.install()
     communicator.provide(communicators.find)
+    reference_formats.provide(formats.find)
 
 
 def loaded() -> bool:

@@ -116,8 +116,8 @@ void run(const OpInfo& info, Stack& stack) {
     DeviceMemory memory(!aliases.results_stay_on_cpu());
     run_cpu(info, stack);
   }
+  if (info.mutates) aliases.write_back();  // before results are given memory that arguments do not have
   aliases.replace_outputs(stack);
-  if (info.mutates) aliases.write_back();
 }
 
 }  // namespace vnpu

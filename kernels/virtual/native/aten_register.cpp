@@ -11,6 +11,7 @@
 
 #include "aten_call.h"
 #include "aten_fast.h"
+#include "aten_format.h"
 #include "vnpu.h"
 
 extern "C" int vnpu_waiting();
@@ -159,6 +160,8 @@ int vnpu_install_kernels() {
   }
   libraries.emplace_back(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
   libraries.back().impl("zeros", TORCH_FN(zeros));
+  libraries.emplace_back(torch::Library::IMPL, "npu", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  libraries.back().impl("npu_format_cast", TORCH_FN(format_cast));
   return static_cast<int>(infos().size());
 }
 
