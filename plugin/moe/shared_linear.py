@@ -59,13 +59,20 @@ class _Placed:
         if self.absent:
             _empty(self)
 
-    def weight_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; what a layer that is absent is given is left in the checkpoint."""
-        return None if self.absent else super().weight_loader(*args, **kwargs)  # type: ignore[misc]
+    def weight_loader(self, param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; what a layer that is absent is given is left in the checkpoint.
 
-    def weight_loader_v2(self, *args: Any, **kwargs: Any) -> Any:
+        vLLM's reloading looks for ``param`` by its name among the arguments, to put another in its place.
+        """
+        if self.absent:
+            return None
+        return super().weight_loader(param, loaded_weight, *args, **kwargs)  # type: ignore[misc]
+
+    def weight_loader_v2(self, param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`weight_loader`."""
-        return None if self.absent else super().weight_loader_v2(*args, **kwargs)  # type: ignore[misc]
+        if self.absent:
+            return None
+        return super().weight_loader_v2(param, loaded_weight, *args, **kwargs)  # type: ignore[misc]
 
 
 def _empty(layer: Any) -> None:
