@@ -44,6 +44,9 @@ BLOCK = 128
 FEW = 2048
 """Bytes of a tensor up to which it is a scale or a map of numbers, not a part of the ledger."""
 BLOCKS = 1024
+_NO_DATA = torch.library.Library("npu", "IMPL")
+# torch_npu has no Meta kernel of the cast; FakeTensors have no storage format.
+_NO_DATA.impl("npu_format_cast", lambda x, acl_format, **_: torch.empty_like(x), "Meta")
 """Blocks of a KV cache: any number does, nothing is stored."""
 
 

@@ -370,6 +370,44 @@ _LATENTS = (
     ),
 )
 
+_PROLOG = (
+    _fault(
+        "weights left in ND",
+        "kernels/ops/mla_prolog.py",
+        "config.allow_internal_format = True",
+        "config.allow_internal_format = False",
+        f"{KERNELS}test_mla_prolog.py",
+    ),
+    _fault(
+        "sines for cosines",
+        "kernels/ops/mla_prolog.py",
+        "        sin,\n        cos,\n        latent_cache",
+        "        cos,\n        sin,\n        latent_cache",
+        f"{KERNELS}test_mla_prolog.py",
+    ),
+    _fault(
+        "scales of the other part",
+        "plugin/layers/mla_prolog.py",
+        'zip(("weight_scale", "second_scale"), scales, strict=False)',
+        'zip(("second_scale", "weight_scale"), scales, strict=False)',
+        f"{PLUGIN}test_mla_prolog.py",
+    ),
+    _fault(
+        "one operator for steps with prefills too",
+        "plugin/layers/mla.py",
+        "step.new is None and llama_4_scaling is None",
+        "llama_4_scaling is None",
+        f"{PLUGIN}test_mla_block.py",
+    ),
+    _fault(
+        "one operator where ranks share a cache",
+        "plugin/layers/mla_prolog.py",
+        "if context_ranks > 1:",
+        "if context_ranks > 99:",
+        f"{PLUGIN}test_mla_prolog.py",
+    ),
+)
+
 _SPREAD = (
     _fault(
         "partial results of ranks not weighted",
@@ -408,4 +446,4 @@ _SPREAD = (
     ),
 )
 
-FAULTS = (*_CACHE, *_LENGTHS, *_MATHS, *_GROUPS, *_EXPERTS, *_LATENTS, *_SPREAD)
+FAULTS = (*_CACHE, *_LENGTHS, *_MATHS, *_GROUPS, *_EXPERTS, *_LATENTS, *_PROLOG, *_SPREAD)

@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
-from ..addresses import netloc
 from ..proto.extension import METADATA_LIMIT
 from .service_health import EngineHealth
 from .service_rpc import SERVICE_NAME, EngineService
@@ -126,7 +125,7 @@ async def serve_engine(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    target = netloc(host, port)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound = server.add_insecure_port(target)
     except RuntimeError as error:

@@ -14,6 +14,7 @@ from . import (  # noqa: F401
     grouped_matmul,
     kv_cache,
     mla,
+    mla_prolog,
     moe,
     moe_distribute,
     norm,

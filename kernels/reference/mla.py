@@ -14,7 +14,7 @@ LATENT, ROPE = 512, 64
 MOST_PARTS = 16  # partial results that aclnnAttentionUpdate merges at most
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x·cos + turn(x)·sin in float32, after the neighbours 2i and 2i + 1 of ``x`` went to places i and i + d/2.
 
     ``turn`` is (−b, a) of the two halves. The result stays in halves: it is a permutation of the heads that
@@ -46,7 +46,7 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     require(x.dim() == 4 and x.shape[3] == ROPE, op, f"x {tuple(x.shape)} must be [B, N, S, {ROPE}]")
     require_contiguous(op, x=x)
     _check_angles(op, x, (x.shape[0], x.shape[2]), cos=cos, sin=sin)
-    return _turn(x, cos, sin).to(x.dtype)
+    return turn(x, cos, sin).to(x.dtype)
 
 
 def _check_latent_write(
@@ -120,7 +120,7 @@ def npu_kv_rmsnorm_rope_cache(
     _check_latent_write(op, kv, gamma, index, caches)
     _check_angles(op, kv, (kv.shape[0], kv.shape[2]), cos=cos, sin=sin)
     latent = torch.nn.functional.rms_norm(kv[..., :LATENT].float(), (LATENT,), gamma.float(), epsilon)
-    latent, rope = latent.to(kv.dtype), _turn(kv[..., LATENT:], cos, sin).to(kv.dtype)
+    latent, rope = latent.to(kv.dtype), turn(kv[..., LATENT:], cos, sin).to(kv.dtype)
     keep = index >= 0
     slots = index[keep]
     k_cache.view(-1, ROPE).index_copy_(0, slots, rope.view(-1, ROPE)[keep])

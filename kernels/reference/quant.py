@@ -19,6 +19,13 @@ def _to_int8(values: torch.Tensor) -> torch.Tensor:
     return values.round().clamp(-128, 127).to(torch.int8)
 
 
+def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x float32 [..., k] as int8 and scales [..., 1]: scale = max|x| / 127 of a row, round(x / scale)."""
+    scale = x.abs().amax(-1, keepdim=True) / 127.0
+    # Rows that an earlier operator left undefined are NaN here; integers have no NaN, their scale keeps it.
+    return _to_int8((x / torch.where(scale == 0, 1.0, scale)).nan_to_num(0.0)), scale
+
+
 @reference("npu::npu_dynamic_quant")
 def npu_dynamic_quant(
     input: torch.Tensor,
@@ -40,11 +47,8 @@ def npu_dynamic_quant(
         {"smooth_scales": None, "group_index": None, "quant_mode": "pertoken"},
     )
     refuse_arguments(op, {"dst_type_max": dst_type_max}, {"dst_type_max": 0.0})
-    values = input.float()
-    scale = values.abs().amax(-1) / 127.0
-    divisor = torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
-    # Rows that an earlier operator left undefined are NaN here; integers have no NaN, their scale keeps it.
-    return _to_int8((values / divisor).nan_to_num(0.0)), scale
+    values, scale = quantize_tokens(input.float())
+    return values, scale.squeeze(-1)
 
 
 @reference("npu::npu_quantize")

@@ -1,7 +1,8 @@
 """The block around multi-head latent attention: projections, norms, rotation, cache writes.
 
 vLLM lets a platform replace the whole block. Ours norms, rotates and writes a token's latent and rotary part in
-one operator, and looks up the step's cosines and sines once for all layers.
+one operator, and looks up the step's cosines and sines once for all layers. Decode steps take the operator of
+:mod:`npufleet.kernels.ops.mla_prolog` for all that comes before attention, where it fits.
 """
 
 from collections.abc import Callable
@@ -10,14 +11,28 @@ from typing import Any, cast
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.platforms import current_platform
 
-from npufleet.kernels.ops.mla import KEY_SIZE, ROPE_SIZE, per_head_matmul, rotate_query, write_latents
+from npufleet.kernels.ops import quant as quant_ops
+from npufleet.kernels.ops.mla import (
+    KEY_SIZE,
+    LATENT_SIZE,
+    ROPE_SIZE,
+    per_head_matmul,
+    rotate_query,
+    write_latents,
+)
+from npufleet.kernels.ops.mla_prolog import PrologWeights, prolog
 
 from ..attention.mla import AscendMLAImpl
 from ..attention.mla_cache import RopeCache
 from ..attention.mla_metadata import LatentMetadata
+from .mla_prolog import PartsMethod, kind_of, take_apart, why_not
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 NOPE_SIZE = KEY_SIZE - ROPE_SIZE
 
@@ -48,6 +63,31 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         self.rotary: Any = rotary
         self.rope_cache = RopeCache(f"{self.mla_attn.layer_name}.rope", self.mla_attn.kv_cache_dtype)
         impl.rope_cache = self.rope_cache
+        self._parts = self._take_apart()
+        self._prolog_weights: PrologWeights | None = None
+
+    def _take_apart(self) -> tuple[PartsMethod, PartsMethod] | None:
+        """The down- and up-projections' weights as one operator takes them, None if it does not fit."""
+        down, up = self.fused_qkv_a_proj, self.q_b_proj
+        if down is None or up is None or self.q_lora_rank is None:
+            return None
+        kinds = kind_of(down), kind_of(up)
+        reason = why_not(
+            chip=current_platform.get_device_name(),
+            hidden=self.hidden_size,
+            query_rank=self.q_lora_rank,
+            heads=self.num_heads,
+            dtype=down.params_dtype,
+            kinds=kinds,
+            context_ranks=self.impl.dcp_world_size,
+        )
+        if reason:
+            logger.info_once("Decode steps do not take npu_mla_prolog_v3: %s.", reason)
+            return None
+        kind = kinds[0]
+        assert kind is not None
+        widths = self.q_lora_rank, LATENT_SIZE + ROPE_SIZE
+        return take_apart(down, kind, widths), take_apart(up, kind, (self.num_heads * self.qk_head_dim,))
 
     def forward(
         self,
@@ -56,19 +96,29 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of hidden_states [T, hidden] at positions [T]; returns [T, hidden]."""
+        step = self._step()
+        output = hidden_states.new_empty(hidden_states.shape[0], self.num_heads * self.v_head_dim)
+        if self._parts is not None and step is not None and step.new is None and llama_4_scaling is None:
+            self._transferred(partial(self._decode, positions, hidden_states, step, output))
+            return self._finish(hidden_states, output)
         query, kv = self._project(hidden_states)
         if llama_4_scaling is not None:
             query = query * llama_4_scaling
-        output = query.new_empty(query.shape[0], self.num_heads * self.v_head_dim)
-        step = self._step()
         if step is None:  # vLLM measures memory: it takes what the largest chunk of earlier tokens needs
             gathered = 0 if self.impl.context is None else 2 * self.mla_attn.chunked_prefill_workspace_size
             rows = kv.new_empty(gathered, kv.shape[1])  # of all ranks
             self.mla_attn.forward_impl(query, kv, kv, self.mla_attn.kv_cache, cast(Any, None), output=output)
             del rows
         else:
-            attend = partial(self._attend, positions, query, kv, step, output)
-            _transferred(self.mla_attn.layer_name, partial(_transferred, self.rope_cache.layer_name, attend))
+            self._transferred(partial(self._attend, positions, query, kv, step, output))
+        return self._finish(hidden_states, output)
+
+    def _transferred(self, attend: Callable[[], None]) -> None:
+        """``attend`` between the loads and stores of both caches."""
+        _transferred(self.mla_attn.layer_name, partial(_transferred, self.rope_cache.layer_name, attend))
+
+    def _finish(self, hidden_states: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """What comes after attention; returns [T, hidden]."""
         if self.g_proj is not None:
             output = output * self.g_proj(hidden_states)[0].sigmoid()
         return self.o_proj(output)[0]
@@ -82,8 +132,11 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         else:
             assert self.fused_qkv_a_proj is not None and self.q_b_proj is not None
             assert self.q_a_layernorm is not None
-            both = self.fused_qkv_a_proj(hidden)[0]
-            down, kv = both.split([self.q_lora_rank, both.shape[-1] - self.q_lora_rank], dim=-1)
+            if self._parts is not None:
+                down, kv = self._parts[0].products(self.fused_qkv_a_proj, hidden)
+            else:
+                both = self.fused_qkv_a_proj(hidden)[0]
+                down, kv = both.split([self.q_lora_rank, both.shape[-1] - self.q_lora_rank], dim=-1)
             query = self.q_b_proj(self.q_a_layernorm(down))[0]
         return query.view(-1, self.num_heads, self.qk_head_dim), kv
 
@@ -140,6 +193,47 @@ class NPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
             absorbed = per_head_matmul(nope[:decoded], impl.key_up)
             attended = impl.decode(absorbed, rope[:decoded], layer.kv_cache, step, layer)
             output[:decoded] = per_head_matmul(attended, impl.value_up).flatten(1)
+
+    def _decode(
+        self, positions: torch.Tensor, hidden: torch.Tensor, step: LatentMetadata, output: torch.Tensor
+    ) -> None:
+        """:meth:`_attend` for a step of decodes alone, in one operator up to attention."""
+        layer, impl, tokens = self.mla_attn, self.impl, step.num_tokens
+        assert impl.value_up is not None, "the weights are not loaded"
+        if tokens < output.shape[0]:
+            output[tokens:].zero_()
+            hidden, output = hidden[:tokens], output[:tokens]
+        if not tokens:
+            return
+        cos, sin = (x[:tokens] for x in self._angles(positions, hidden))
+        if self._prolog_weights is None:  # loaded weights keep their memory, also when they are loaded again
+            self._prolog_weights = self._gather_weights()
+        weights, token_scale = self._prolog_weights, None
+        if weights.quantized:
+            hidden, token_scale = quant_ops.dynamic_quantize(hidden)
+        slots = step.slot_mapping[:tokens]
+        caches = impl.caches(layer.kv_cache)
+        absorbed, rope = prolog(hidden, weights, cos, sin, slots, *caches, token_scale=token_scale)
+        attended = impl.decode(absorbed, rope, layer.kv_cache, step, layer)
+        output.copy_(per_head_matmul(attended, impl.value_up).flatten(1))
+
+    def _gather_weights(self) -> PrologWeights:
+        assert self._parts is not None and self.impl.key_up is not None and self.q_a_layernorm is not None
+        (query_down, key_down) = self._parts[0].tensors(self.fused_qkv_a_proj)
+        (query_up,) = self._parts[1].tensors(self.q_b_proj)
+        return PrologWeights(
+            query_down=query_down[0],
+            query_up=query_up[0],
+            key_down=key_down[0],
+            key_up=self.impl.key_up,
+            query_norm=self.q_a_layernorm.weight,
+            key_norm=self.kv_a_layernorm.weight,
+            query_epsilon=self.q_a_layernorm.variance_epsilon,
+            key_epsilon=self.kv_a_layernorm.variance_epsilon,
+            query_down_scale=query_down[1],
+            query_up_scale=query_up[1],
+            key_down_scale=key_down[1],
+        )
 
     def _angles(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, 64] (32 values twice), looked up by the step's first layer and kept for the

@@ -19,6 +19,7 @@ from npufleet.kernels.ops import (
     attention,
     kv_cache,
     mla,
+    mla_prolog,
     moe,
     moe_distribute,
     norm,
@@ -40,6 +41,7 @@ WITHOUT_META = {
     "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
     "npu::npu_gather_pa_kv_cache",
     "npu::npu_convert_weight_to_int4pack",
+    "npu::npu_format_cast",
 }
 NOT_OPERATORS = {"_C._weak_ref_tensor"}
 
@@ -129,6 +131,36 @@ def latent_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
         )
     yield lambda: mla.gather_latents(latents, ropes, ints(1, 2).view(1, 2), ints(9), ints(128), 9)
     yield lambda: attention.merge_attention([heads[2]] * 2, [torch.rand(5, 2, device=device)] * 2)
+
+
+def prolog_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
+    """Everything before absorbed attention in one operator, with weights of bfloat16 and of int8."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    cos, caches = zeros(2, 64), (zeros(3, 128, 512), zeros(3, 128, 64))
+    slots = torch.tensor([5, -1], device=device)
+    columns = {"query_down": (6144, 1536), "query_up": (1536, 768), "key_down": (6144, 576)}
+    scales = {f"{name}_scale": zeros(1, n, dtype=torch.float32) for name, (_, n) in columns.items()}
+
+    def layer(dtype: torch.dtype) -> Any:
+        quantized = dtype is torch.int8
+        weights = mla_prolog.PrologWeights(
+            **{name: mla_prolog.to_nz(zeros(*shape, dtype=dtype)) for name, shape in columns.items()},
+            **(scales if quantized else {}),
+            key_up=zeros(4, 128, 512),
+            query_norm=zeros(1536),
+            key_norm=zeros(512),
+            query_epsilon=1e-6,
+            key_epsilon=1e-6,
+        )
+        token_scale = zeros(2, dtype=torch.float32) if quantized else None
+        x = zeros(2, 6144, dtype=dtype)
+        return mla_prolog.prolog(x, weights, cos, cos, slots, *caches, token_scale=token_scale)
+
+    for dtype in (torch.bfloat16, torch.int8):
+        yield partial(layer, dtype)
 
 
 def quantized_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -231,6 +263,7 @@ def sample_calls(device: torch.device) -> Iterator[Callable[[], Any]]:
             logits, 2, score=score, bias=bias, groups=2, top_groups=1, renormalize=renormalize
         )
     yield from latent_calls(device)
+    yield from prolog_calls(device)
     yield from quantized_calls(device)
     yield from distributed_calls(device)
     yield lambda: sampling.top_k_top_p(rand(5, 40), torch.rand(5, device=device), slots + 1)

@@ -269,7 +269,24 @@ LATENT_CHECKPOINTS = (
 K2 has one group of experts, and here a number of heads that the operator takes only after padding.
 """
 
-BY_NAME = {checkpoint.name: checkpoint for checkpoint in (*CHECKPOINTS, *LATENT_CHECKPOINTS)}
+PROLOG_CHECKPOINT = Checkpoint(
+    name="deepseek-v3-wide",
+    model_type="deepseek_v3",
+    config={
+        **LATENT_HEADS,
+        "rope_parameters": V3_YARN,
+        "hidden_size": 7168,
+        "q_lora_rank": 1536,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    },
+    without=PLAIN,
+    seed=5,
+)
+"""DeepSeek V3's attention in its published sizes but for the number of heads: what npu_mla_prolog_v3 takes."""
+
+ALL = (*CHECKPOINTS, *LATENT_CHECKPOINTS, PROLOG_CHECKPOINT)
+BY_NAME = {checkpoint.name: checkpoint for checkpoint in ALL}
 
 
 def build_model(checkpoint: Checkpoint, *, feature: bool = True) -> PreTrainedModel:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ... import checks, yaml_text
+import yaml
+
+from ... import checks
 from ..facts import Facts
 from ..labels import parse_ranges
 
@@ -45,17 +47,19 @@ class Declared:
         Raises:
             ValueError: naming the file, the key, what was given and what is allowed.
         """
-        return facts_of(yaml_text.read(self.path), str(self.path))
+        try:
+            data = yaml.safe_load(self.path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.path}: not valid YAML: {error}") from error
+        return facts_of(data, str(self.path))
 
 
 def facts_of(data: object, where: str) -> Facts:
     """Return the facts that plain data declares. Raises ``ValueError`` as :meth:`Declared.look`."""
     given = checks.mapping(data, where, KEYS)
-    texts: dict[str, Any] = {}
-    for name in _TEXTS:
-        if given.get(name) is not None:
-            number = isinstance(given[name], int) and not isinstance(given[name], bool)
-            texts[name] = checks.text(str(given[name]) if number else given[name], f"{where}: {name}")
+    texts: dict[str, Any] = {name: str(given[name]) for name in _TEXTS if given.get(name) is not None}
     size = given.get("hbm_mib")
     return Facts(
         indices=_with(given, "npus", where, _indices),
@@ -73,7 +77,7 @@ def _with(given: dict[str, Any], key: str, where: str, read: Callable[[Any], Any
     try:
         return read(given[key])
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {key} is {checks.shown(given[key])}: {error}") from error
+        raise ValueError(f"{where}: {key} is {given[key]!r}: {error}") from error
 
 
 def _indices(value: Any) -> tuple[int, ...]:
