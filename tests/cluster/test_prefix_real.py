@@ -4,87 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
-import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
-from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.proto.extension import EXTENSION_KEY, encode
 from npufleet.cluster.router.prefix.index import PrefixIndex
 from npufleet.cluster.router.prefix.prompt import TokenPrompt, pack
-from npufleet.cluster.router.server import RouterHandle, serve_router
 
-from .real_engine import BLOCK, BLOCKS
-from .router_fakes import QUICK, ListSource, until
+from .real_engine import BLOCK, BLOCKS, Engine, routed
+from .router_fakes import until
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Engine:
-    """The engine's process; ``life`` counts its starts, since a restarted engine has a new id."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.life = 0
-        self.process: subprocess.Popen[str] | None = None
-        self.address = ""
-
-    def start(self) -> EngineEndpoint:
-        self.life += 1
-        folder = self.folder / str(self.life)
-        folder.mkdir()
-        with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.cluster.real_engine", str(folder)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(r"listens on (\S+)", line):
-                self.address = found.group(1)
-                return EngineEndpoint(
-                    engine_id=f"real-{self.life}",
-                    model="tiny",
-                    address=self.address,
-                    metrics_url="",
-                    state=EngineState.READY,
-                )
-        raise AssertionError(f"the engine did not start:\n{(folder / 'log').read_text()[-3000:]}")
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-
-@asynccontextmanager
-async def routed(
-    engine: Engine,
-) -> AsyncIterator[tuple[RouterHandle, ListSource, vllm_engine_pb2_grpc.VllmEngineStub]]:
-    source = ListSource(await asyncio.to_thread(engine.start))
-    router = await serve_router(source, settings=QUICK)
-    channel = grpc.aio.insecure_channel(router.address)
-    try:
-        await router.wait_ready(60)
-        await until(lambda: len(router.picker.events.following) == 1, 30)
-        yield router, source, vllm_engine_pb2_grpc.VllmEngineStub(channel)
-    finally:
-        await channel.close()
-        await router.close(0.0)
-        engine.kill()
 
 
 def salted(salt: str) -> tuple[tuple[str, bytes], ...] | None:
