@@ -22,7 +22,7 @@ from .router.registry import DEFAULT_POLICY, known_policies
 from .router.settings import RouterSettings
 from .router.split.base import Role
 from .scaling import bounds as scaling
-from .tls import ServerTls
+from .tls import FleetTls, ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
 DEVICES = ("npu", "virtual")
@@ -82,6 +82,7 @@ class RouterConfig:
     data_plane: str = DATA_PLANES[0]  # what gRPC clients connect to: our own server, or Envoy with our picker
     processes: int = 1  # that share the gRPC port; with Envoy, its threads
     secret: str | None = None  # a file on every node; with it engines take only calls that the router signed
+    engine_tls: FleetTls | None = None  # of the links to engines; None: they are plain
     api_keys: str | None = None  # a file as the gateway's; None: the gateway's own
     tls: ServerTls | None = None
     access_log: bool = False
@@ -303,6 +304,7 @@ def _router(data: object, where: str) -> RouterConfig:
         data_plane=checks.choice(given.get("data_plane", DATA_PLANES[0]), f"{where}.data_plane", DATA_PLANES),
         processes=checks.integer(given.get("processes", 1), f"{where}.processes", 1, 256),
         secret=checks.optional_text(given.get("secret"), f"{where}.secret"),
+        engine_tls=_fleet_tls(given.get("engine_tls"), f"{where}.engine_tls"),
         api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
         tls=_tls(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
@@ -337,6 +339,18 @@ def _tls(data: object, where: str) -> ServerTls | None:
         certificate=checks.text(given.get("certificate"), f"{where}.certificate"),
         key=checks.text(given.get("key"), f"{where}.key"),
         client_ca=checks.optional_text(given.get("client_ca"), f"{where}.client_ca"),
+    )
+
+
+def _fleet_tls(data: object, where: str) -> FleetTls | None:
+    if data is None:
+        return None
+    given = checks.mapping(data, where, _names(FleetTls))
+    return FleetTls(
+        ca=checks.text(given.get("ca"), f"{where}.ca"),
+        certificate=checks.text(given.get("certificate"), f"{where}.certificate"),
+        key=checks.text(given.get("key"), f"{where}.key"),
+        server_name=checks.text(given.get("server_name", FleetTls.server_name), f"{where}.server_name"),
     )
 
 

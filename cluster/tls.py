@@ -1,4 +1,4 @@
-"""TLS of what clients connect to: the router's and the gateway's own ports."""
+"""TLS of what clients connect to, the router's and the gateway's own ports, and of the links inside a fleet."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import grpc
+
+    from .transport.base import Tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +50,29 @@ class ServerTls:
             "ssl_ca_certs": self.client_ca,
             "ssl_cert_reqs": ssl.CERT_NONE if self.client_ca is None else ssl.CERT_REQUIRED,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetTls:
+    """PEM files, on every node, of the links between routers and engines: both sides show the certificate, and take
+    none but those of the authority."""
+
+    ca: str
+    certificate: str
+    key: str
+    server_name: str = "npufleet"  # the name in the certificate, in place of each engine's address
+
+    def engine(self) -> ServerTls:
+        """The engine's side. ValueError where its files cannot be used."""
+        return ServerTls(certificate=self.certificate, key=self.key, client_ca=self.ca).check()
+
+    def router(self) -> Tls:
+        """The router's side."""
+        from .transport.base import Tls
+
+        return Tls(
+            ca=Path(self.ca),
+            certificate=Path(self.certificate),
+            key=Path(self.key),
+            server_name=self.server_name,
+        )

@@ -108,7 +108,8 @@ class MarkEngine(FakeEngine):
         request = json.loads(body)
         prompt = str((request.get("messages") or [{"content": ""}])[-1]["content"])
         await _start(send, b"text/event-stream")
-        for char in await self.text(prompt, request.get("max_tokens") or 1):
+        count = request.get("max_tokens") or request.get("max_completion_tokens") or 1
+        for char in await self.text(prompt, count):
             await asyncio.sleep(self.delay)
             await send({"type": "http.response.body", "body": _event(char), "more_body": True})
         last = _event("", "length") + b"data: [DONE]\n\n"

@@ -1,9 +1,9 @@
 """Faults under load: what clients notice when an engine dies, freezes, slows down or is cut off, or a router dies.
 
 ``python -m benchmarks.router.faults`` starts three mock engines and a router, each a process of its own, keeps 32
-streams of 40 tokens running, does one thing to the system after two seconds and undoes it ten seconds later. Each
-answer is checked token by token. Other routers are installed into environments of their own; each has its defaults but
-for the policy, which looks at loads in all of them.
+streams of 40 tokens running, does one thing to the system after two seconds and undoes it ten seconds later (forty for
+an engine that says nothing, since clients wait for thirty). Each answer is checked token by token. Other routers are
+installed into environments of their own; each has its defaults but for the policy, which looks at loads in all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.router.fault_clients import Notes, client, until_ready
 from benchmarks.router.fault_system import TESTED, System, Tested, system
 
 STREAMS = 32
-FAULT_AT, HEAL_AT, END_AT = 2.0, 12.0, 24.0  # seconds
+FAULT_AT, LASTS, SILENCE_LASTS, AFTER = 2.0, 10.0, 40.0, 12.0  # seconds
 RESTART = 1.0  # seconds until a supervisor would have started a router again
 READY_SECONDS = 120.0
 
@@ -72,12 +72,13 @@ async def _nothing(system: System) -> None:
     pass
 
 
+PAUSED, CUT = "engine paused (SIGSTOP)", "network to an engine cut"
 SHARED, LISTED = "one of two routers on a port killed", "list of engines away"
 FAULTS: dict[str, tuple[Action, Action]] = {
     "engine killed": (_signal(signal.SIGKILL), _restart),
-    "engine paused (SIGSTOP)": (_signal(signal.SIGSTOP), _signal(signal.SIGCONT)),
+    PAUSED: (_signal(signal.SIGSTOP), _signal(signal.SIGCONT)),
     "engine 20 times slower": (_signal(signal.SIGUSR1), _signal(signal.SIGUSR2)),
-    "network to an engine cut": (_cut, _mend),
+    CUT: (_cut, _mend),
     LISTED: (_hide, _show),
     SHARED: (_kill_router, _start_router),
     "the only router killed, started 1 s later": (_bounce_router, _nothing),
@@ -92,16 +93,18 @@ COLUMNS = (
 async def run(name: str, tested: Tested) -> str:
     """One fault; returns its row of the table."""
     fault, heal = FAULTS[name]
+    heal_at = FAULT_AT + (SILENCE_LASTS if name in (PAUSED, CUT) else LASTS)
     async with system(tested, 2 if name == SHARED else 1) as made:
         await until_ready(tested.speaks, made.address, READY_SECONDS)
         await asyncio.sleep(1)
         notes = Notes()
         clients = [
-            asyncio.create_task(client(tested.speaks, made.address, i, notes, END_AT)) for i in range(STREAMS)
+            asyncio.create_task(client(tested.speaks, made.address, i, notes, heal_at + AFTER))
+            for i in range(STREAMS)
         ]
         await asyncio.sleep(FAULT_AT)
         await fault(made)
-        await asyncio.sleep(HEAL_AT - notes.now())
+        await asyncio.sleep(heal_at - notes.now())
         await heal(made)
         healed = notes.now()
         await asyncio.gather(*clients)
@@ -126,7 +129,7 @@ def row(name: str, router: str, notes: Notes, healed: float) -> str:
         f"{max(errors) - FAULT_AT:.1f} s" if errors else "-",
         f"{max(end - begin for begin, end, _ in notes.whole):.1f} s",
         f"{rate:.0f}",
-        f"{min(back):.1f} s" if back else f"none in {END_AT - HEAL_AT:.0f} s",
+        f"{min(back):.1f} s" if back else f"none in {AFTER:.0f} s",
     )
     return "| " + " | ".join(map(str, cells)) + " |"
 

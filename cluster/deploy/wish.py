@@ -136,7 +136,7 @@ def engine_fleet(config: FleetConfig, model: ModelConfig) -> FleetConfig:
         models=(replace(model, engines=1, scaling=None, priority=0, engine=engine_part(model.engine)),),
         name=config.name,
         device=config.device,
-        router=RouterConfig(secret=config.router.secret),
+        router=RouterConfig(secret=config.router.secret, engine_tls=config.router.engine_tls),
         gateway=GatewayConfig(),
         metrics=MetricsConfig(host=config.metrics.host),
         placement=PlacementConfig(),

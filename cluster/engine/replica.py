@@ -75,6 +75,7 @@ class Engine:
         config = from_dict(fleet, part=True)
         self.config = next(entry for entry in config.models if entry.name == model)
         self._healing = config.healing
+        self._tls = config.router.engine_tls
         self._secret = fleet_secret(config.router.secret, secret)
         self.engine_id = f"{_slug(model)}-{secrets.token_hex(4)}"
         self.dead: str | None = None  # why, once it is
@@ -111,6 +112,7 @@ class Engine:
 
         if factory is None:
             self._check_checkpoint()
+        tls = None if self._tls is None else self._tls.engine()  # looked at before the model is loaded
         importing = asyncio.create_task(asyncio.to_thread((lambda: None) if factory else preload))
         await self._controller.report(Phase.PLACING, "", self._seconds)
         plan, device = await self._place()
@@ -123,7 +125,7 @@ class Engine:
 
         host = ray.util.get_node_ip_address()
         guard = Guard(self._secret, self.engine_id) if self._secret else None
-        self._server = await serve_engine(self._llm, host, 0, guard=guard)
+        self._server = await serve_engine(self._llm, host, 0, guard=guard, tls=tls)
         self._info = EngineInfo(self.engine_id, self.config.name, device)
         # On the node's own address like the service, unless the user opened metrics to all.
         wide = metrics_host if metrics_host in WILDCARDS else host

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from ..proto.extension import METADATA_LIMIT
+from ..tls import ServerTls
 from .service_health import EngineHealth
 from .service_rpc import SERVICE_NAME, EngineService
 
@@ -106,12 +107,14 @@ async def serve_engine(
     *,
     settings: ServiceSettings | None = None,
     guard: grpc.aio.ServerInterceptor | None = None,
+    tls: ServerTls | None = None,
 ) -> EngineServer:
     """Serve ``async_llm`` (vLLM's AsyncLLM, running in this event loop) on ``host:port``; port 0 picks one.
 
-    ``guard`` decides who may call it; None: everybody who reaches the port.
+    ``guard`` decides who may call it; None: everybody who reaches the port. With ``tls`` the port speaks nothing else.
 
-    Raises ``OSError`` when the address cannot be bound. The stock servicer's warm-up is not run.
+    Raises ``OSError`` when the address cannot be bound, ``ValueError`` for TLS files that cannot be used. The stock
+    servicer's warm-up is not run.
     """
     settings = settings or ServiceSettings()
     server = grpc.aio.server(
@@ -127,7 +130,10 @@ async def serve_engine(
     reflection.enable_server_reflection(names, server)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(target)
+        if tls is not None:
+            bound = server.add_secure_port(target, tls.credentials())
+        else:
+            bound = server.add_insecure_port(target)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {target} for the engine service: {error}") from error
     service.start_events()

@@ -70,6 +70,7 @@ async def start_router(
     """
     settings = RouterSettings(
         transport=config.transport,
+        tls=None if config.engine_tls is None else config.engine_tls.router(),
         admission=config.admission,
         split_tokens=config.split_tokens,
         hedging=config.hedging,
@@ -130,4 +131,5 @@ def _setup(config: RouterConfig, keys: str | None) -> Setup:
         keys=keys,
         secret=config.secret,
         tls=config.tls,
+        engine_tls=None if config.engine_tls is None else config.engine_tls.router(),
     )

@@ -120,7 +120,7 @@ class World:
         self.groups.append(plan.engine_id)
         return plan.engine_id
 
-    async def _serve(self, llm: Any, host: str, port: int, guard: Any = None) -> FakeServer:
+    async def _serve(self, llm: Any, host: str, port: int, guard: Any = None, tls: Any = None) -> FakeServer:
         self.guard = guard
         return self.server
 
