@@ -170,7 +170,8 @@ class Member:
         self._changed("it left the fleet")
         if self.in_flight:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), self._settings.leave_timeout)
+                async with asyncio.timeout(self._settings.leave_timeout):
+                    await self._idle.wait()
         await self.close()
 
     async def close(self) -> None:
@@ -238,7 +239,10 @@ class Member:
         well = self._reached
         interval = self._settings.probe_interval if well else self._settings.recovery_interval
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), interval)
+            async with asyncio.timeout(
+                interval
+            ):  # wait_for of Python 3.11 loses a cancel that comes with the event
+                await self._wake.wait()
         if not self._reached:
             # Probing a broken engine must not become a busy loop, and one whose health check says yes while
             # each request fails must not draw traffic again and again: the pause doubles with each round.

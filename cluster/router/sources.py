@@ -150,9 +150,11 @@ class ToldBySelf:
         try:
             while not following.done():
                 try:
-                    yield await asyncio.wait_for(news.get(), _POLL)
+                    async with asyncio.timeout(_POLL):
+                        told = await news.get()
                 except TimeoutError:
-                    yield None
+                    told = None
+                yield told
             following.result()  # what ended it goes to whoever follows us
         finally:
             following.cancel()

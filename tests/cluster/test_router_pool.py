@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -214,6 +215,14 @@ async def test_a_model_whose_engines_are_all_gone_is_unavailable_until_it_is_for
                 await f.router.picker.pick(RequestInfo(model=MODEL))
             assert caught.value.reason == reason
             assert f.router.picker.models() == ({MODEL: 0} if memory > 1 else {})
+
+
+async def test_a_member_that_was_just_woken_closes_too():
+    async with fleet(FakeEngine(name="a"), settings=replace(QUICK, probe_interval=60)) as f:
+        (member,) = f.router.picker.pool.members()
+        await asyncio.sleep(0.2)  # it waits for its next health check, or for this
+        member._wake.set()
+        await asyncio.wait_for(member.close(), 5)
 
 
 async def test_old_versions_are_ignored_and_a_new_epoch_is_not():

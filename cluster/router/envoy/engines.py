@@ -54,7 +54,8 @@ class EngineAddresses:
     async def _follow(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _AGAIN)
+                async with asyncio.timeout(_AGAIN):
+                    await self._changed.wait()
             self._changed.clear()
             if not await self._update():
                 await asyncio.sleep(_RETRY)
