@@ -26,7 +26,7 @@ from .tls import FleetTls, ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
 DEVICES = ("npu", "virtual")
-DATA_PLANES = ("grpcio", "envoy")
+DATA_PLANES = ("grpcio", "http2", "envoy")
 LOOPBACK = "127.0.0.1"
 
 S = TypeVar("S")
@@ -79,7 +79,7 @@ class RouterConfig:
 
     policy: str = DEFAULT_POLICY
     transport: str = DEFAULT_TRANSPORT  # the gRPC client towards engines
-    data_plane: str = DATA_PLANES[0]  # what gRPC clients connect to: our own server, or Envoy with our picker
+    data_plane: str = DATA_PLANES[0]  # what gRPC clients connect to: grpcio's server, our own, or Envoy
     processes: int = 1  # that share the gRPC port; with Envoy, its threads
     secret: str | None = None  # a file on every node; with it engines take only calls that the router signed
     engine_tls: FleetTls | None = None  # of the links to engines; None: they are plain

@@ -41,6 +41,18 @@ class ServerTls:
         pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
         return grpc.ssl_server_credentials([pair], ca, ca is not None)
 
+    def context(self) -> ssl.SSLContext:
+        """For a server over asyncio that speaks HTTP/2 alone. ValueError for files that cannot be used."""
+        self.check()
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            made.load_verify_locations(self.client_ca)
+            made.verify_mode = ssl.CERT_REQUIRED
+        made.minimum_version = ssl.TLSVersion.TLSv1_2  # what HTTP/2 asks for (RFC 9113, 9.2)
+        made.set_alpn_protocols(["h2"])
+        return made
+
     def uvicorn(self) -> dict[str, Any]:
         """For uvicorn.Config. ValueError for files that cannot be used."""
         self.check()

@@ -27,7 +27,7 @@ from npufleet.cluster.router.processes.setup import Setup
 from npufleet.cluster.router.processes.supervisor import RouterProcesses
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.server import RouterHandle, serve_router
-from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.settings import RouterSettings, front_of
 from npufleet.cluster.router.sources import DnsSource, FileSource, ToldBySelf, endpoints_of
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-plane",
         default=DATA_PLANES[0],
         choices=DATA_PLANES,
-        help="what clients connect to: our own gRPC server, or Envoy with our picker (default %(default)s)",
+        help="what clients connect to: grpcio's server, our own, or Envoy (default %(default)s)",
     )
     parser.add_argument(
         "--split-tokens",
@@ -203,6 +203,7 @@ async def serve(args: argparse.Namespace) -> None:
         split_tokens=args.split_tokens,
         hedging=HedgeSettings(max_tokens=args.hedge_tokens),
         secret=read_secret(args.secret) if args.secret else None,
+        front=front_of(args.data_plane),
     )
     if args.envoy_config:
         print(envoy.configuration(args, settings, own), end="")
@@ -249,7 +250,7 @@ def setup_of(
 ) -> Setup:
     """What each of several processes is told; ValueError for what only one process can do."""
     if args.data_plane == "envoy":
-        raise ValueError("--processes is for --data-plane grpcio; Envoy's threads are --envoy-workers")
+        raise ValueError("--processes is not for --data-plane envoy; Envoy's threads are --envoy-workers")
     if args.endpoint_picker is not None:
         raise ValueError("--endpoint-picker is for one process: start further routers for more")
     return Setup(
@@ -267,6 +268,7 @@ def setup_of(
         tls=own,
         engine_tls=link,
         grace=args.grace,
+        front=front_of(args.data_plane),
     )
 
 

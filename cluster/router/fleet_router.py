@@ -23,7 +23,7 @@ from npufleet.cluster.router.processes.exporter import on_port, port_of
 from npufleet.cluster.router.processes.setup import Setup
 from npufleet.cluster.router.processes.supervisor import RouterProcesses
 from npufleet.cluster.router.server import RouterHandle, serve_router
-from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.settings import RouterSettings, front_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,6 +77,7 @@ async def start_router(
         access_log=config.access_log,
         otlp_endpoint=config.otlp_endpoint,
         secret=None if config.secret is None else read_secret(config.secret),
+        front=front_of(config.data_plane),
     )
     known = Keys(read_key_file(keys, "router.api_keys"))
     async with AsyncExitStack() as parts:
@@ -132,4 +133,5 @@ def _setup(config: RouterConfig, keys: str | None) -> Setup:
         secret=config.secret,
         tls=config.tls,
         engine_tls=None if config.engine_tls is None else config.engine_tls.router(),
+        front=front_of(config.data_plane),
     )

@@ -9,7 +9,7 @@ from functools import partial
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from npufleet.cluster.access import AccessLog
 from npufleet.cluster.admission.tenants import Keys
@@ -26,6 +26,7 @@ from npufleet.cluster.router.requests import LiveRequests
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import METHODS, SERVICE
 from npufleet.cluster.tracing import Tracing
+from npufleet.cluster.transport.http2.server import Http2Server
 
 
 class Front:
@@ -43,7 +44,7 @@ class Front:
         self.away = AwayRequests(picker, self.live, metrics, settings)
         self.lookaside = Lookaside(self.away, settings, keys)
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def add_to(self, server: grpc.aio.Server | Http2Server) -> None:
         """Register VllmEngine, Lookaside, health and reflection; requests elsewhere are watched from now on."""
         self.away.start()
         bodies = self._bodies()
@@ -52,9 +53,11 @@ class Front:
         own = grpc.method_handlers_generic_handler(SERVICE, handlers)
         server.add_generic_rpc_handlers((own, self.lookaside.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        reflection.enable_server_reflection(
-            (SERVICE, LOOKASIDE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
-        )
+        names = (SERVICE, LOOKASIDE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        described = reflection.aio.ReflectionServicer(
+            names
+        )  # what enable_server_reflection makes for grpcio's alone
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, server)
 
     def begin_close(self) -> None:
         """Say that this router no longer serves and end the streams that never end by themselves."""

@@ -26,6 +26,8 @@ from npufleet.cluster.router.prefix.metrics import PrefixCollector
 from npufleet.cluster.router.registry import DEFAULT_POLICY, load_policy
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.tls import ServerTls
+from npufleet.cluster.transport.http2.server import Http2Server
+from npufleet.cluster.transport.http2.serving import ServerLimits
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class RouterHandle:
     port: int
     picker: Picker
     metrics: RouterMetrics
-    _server: grpc.aio.Server
+    _server: grpc.aio.Server | Http2Server
     _front: Front
     _closed: bool = False
 
@@ -104,9 +106,7 @@ async def serve_router(
     """
     settings = settings or RouterSettings()
     chosen = load_policy(policy) if isinstance(policy, str) else policy
-    server = grpc.aio.server(
-        options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
-    )
+    server = _server(settings, reuse_port=reuse_port)
     if not warm:
         port = await _bind(server, host, port, tls)  # first: nothing is left behind where it fails
     metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
@@ -130,6 +130,19 @@ async def serve_router(
     return handle
 
 
+def _server(settings: RouterSettings, *, reuse_port: bool) -> grpc.aio.Server | Http2Server:
+    if settings.front == "http2":
+        limits = ServerLimits(
+            max_message_bytes=settings.max_request_bytes,
+            max_metadata_bytes=settings.max_metadata_bytes,
+            max_calls=settings.max_streams,
+        )
+        return Http2Server(limits, reuse_port=reuse_port)
+    return grpc.aio.server(
+        options=server_options(settings, reuse_port=reuse_port), maximum_concurrent_rpcs=settings.max_streams
+    )
+
+
 def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[str, int]]:
     """gRPC server options of the front: bound what one client can make it hold, notice dead clients."""
     return [
@@ -146,11 +159,13 @@ def server_options(settings: RouterSettings, *, reuse_port: bool) -> list[tuple[
     ]
 
 
-async def _bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
+async def _bind(server: grpc.aio.Server | Http2Server, host: str, port: int, tls: ServerTls | None) -> int:
     address = _target(host, port)
     try:
         if tls is None:
             return server.add_insecure_port(address)
+        if isinstance(server, Http2Server):
+            return server.add_port(address, tls.context())
         return server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
         await server.stop(None)

@@ -10,7 +10,13 @@ from npufleet.cluster.router.hedge import HedgeSettings
 from npufleet.cluster.transport.base import LinkSettings, Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, check_transport
 
+FRONTS = ("grpcio", "http2")
 _MIB = 1 << 20
+
+
+def front_of(data_plane: str) -> str:
+    """The server behind the port of a data plane; behind Envoy it has little to do."""
+    return data_plane if data_plane in FRONTS else FRONTS[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,8 @@ class RouterSettings:
     load_ttl: float = 5.0  # a report older than this is not believed
     # Admission
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    # Clients
+    front: str = FRONTS[0]  # the server that they connect to: grpcio's or our own
     # Requests
     max_attempts: int = 3  # engines that one request may try, all before its first output
     retry_budget: int = 256  # retries in reserve for all requests; a fifth of one comes back per success
@@ -66,6 +74,8 @@ class RouterSettings:
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"router setting {item.name} must be above 0, got {value!r}")
         check_transport(self.transport)
+        if self.front not in FRONTS:
+            raise ValueError(f"unknown front {self.front!r}; there is: {', '.join(FRONTS)}")
 
     def link(self) -> LinkSettings:
         """What of this concerns the links to engines."""

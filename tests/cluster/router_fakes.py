@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -28,7 +29,12 @@ from npufleet.cluster.router.settings import RouterSettings
 
 MODEL = "tiny"
 QUICK = RouterSettings(
-    probe_interval=0.1, probe_timeout=5, recovery_interval=0.05, load_interval=0.1, reconnect_backoff=0.2
+    front=os.environ.get("NPUFLEET_TEST_FRONT", "grpcio"),
+    probe_interval=0.1,
+    probe_timeout=5,
+    recovery_interval=0.05,
+    load_interval=0.1,
+    reconnect_backoff=0.2,
 )
 
 

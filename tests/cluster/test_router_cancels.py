@@ -32,7 +32,7 @@ def nothing_is_left(f: Fleet) -> bool:
 
 def calls_of(member):
     connection = member.channel._connection
-    return [] if connection is None else list(connection._calls.values())
+    return [] if connection is None else list(connection._streams.values())
 
 
 @pytest.mark.parametrize("phase", ["waiting for an engine", "prefill", "between tokens", "in a burst"])

@@ -66,6 +66,7 @@ async def serve(metrics_socket: Path) -> None:
         registry=registry,
         settings=RouterSettings(
             transport=setup.transport,
+            front=setup.front,
             tls=setup.engine_tls,
             admission=setup.admission,
             split_tokens=setup.split_tokens,

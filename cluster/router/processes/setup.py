@@ -24,6 +24,7 @@ class Setup:
     port: int
     policy: str = DEFAULT_POLICY
     transport: str = DEFAULT_TRANSPORT
+    front: str = RouterSettings.front
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     split_tokens: int = RouterSettings.split_tokens
     hedging: HedgeSettings = field(default_factory=HedgeSettings)

@@ -26,6 +26,8 @@ _PREFIX = 5  # of a gRPC message: one byte that says whether it is compressed, f
 class Http2Call:
     """One call. Its connection calls ``on_*``, its owner everything else."""
 
+    closes = True  # the end of the request is the end of our side
+
     def __init__(
         self,
         path: str,
@@ -158,6 +160,9 @@ class Http2Call:
     def answered(self) -> bool:
         """True where anything came back, so that it cannot start over."""
         return self._initial is not None
+
+    def on_sent(self) -> None:
+        """The request is on its way."""
 
     def on_headers(self, block: Block, *, ends: bool) -> None:
         """Headers, or the trailers that end the call. Raises StreamError for what is neither."""

@@ -75,12 +75,13 @@ def goaway(last_stream_id: int, code: int, text: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, TWO_NUMBERS.pack(last_stream_id, code) + text.encode()[:256])
 
 
-def headers(stream_id: int, block: bytes, *, largest: int) -> bytes:
-    """HEADERS that do not end the stream, and CONTINUATION frames for what exceeds ``largest`` bytes."""
+def headers(stream_id: int, block: bytes, *, largest: int, ends: bool = False) -> bytes:
+    """HEADERS, which end the stream if asked to, and CONTINUATION frames for what exceeds ``largest`` bytes."""
+    first = END_STREAM if ends else 0
     if len(block) <= largest:
-        return frame(HEADERS, END_HEADERS, stream_id, block)
+        return frame(HEADERS, END_HEADERS | first, stream_id, block)
     pieces = [block[at : at + largest] for at in range(0, len(block), largest)]
-    made = [frame(HEADERS, 0, stream_id, pieces[0])]
+    made = [frame(HEADERS, first, stream_id, pieces[0])]
     made += [frame(CONTINUATION, 0, stream_id, piece) for piece in pieces[1:-1]]
     made.append(frame(CONTINUATION, END_HEADERS, stream_id, pieces[-1]))
     return b"".join(made)

@@ -26,7 +26,7 @@ _NOT_METADATA = frozenset(
     {"content-type", "te", "grpc-status", "grpc-message", "grpc-encoding", "grpc-accept-encoding"}
 )
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-.")
-_FIELD = 32  # what a header counts for beside its name and value (RFC 9113, 6.5.2)
+FIELD = 32  # what a header counts for beside its name and value (RFC 9113, 6.5.2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,18 +91,19 @@ def _block(pairs: Any) -> Block:
         elif name == "content-type":
             content_type = value
         elif name not in _NOT_METADATA and not name.startswith(":"):
-            metadata.append((name, _binary(value) if name.endswith("-bin") else _text(raw_value)))
+            metadata.append((name, plain_bytes(value) if name.endswith("-bin") else plain_text(raw_value)))
     return Block(http=http, content_type=content_type, code=code, message=message, metadata=tuple(metadata))
 
 
-def _text(value: bytes) -> str:
+def plain_text(value: bytes) -> str:
+    """A header's value as text."""
     try:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
 
 
-def _binary(value: str) -> bytes:
+def plain_bytes(value: str) -> bytes:
     """Base64 with or without its padding; what is not base64 stays as it is."""
     try:
         return b64decode(value + "=" * (-len(value) % 4))
@@ -128,10 +129,10 @@ class HeaderWriter:
         pairs: list[tuple[str, str | bytes, bool]] = []
         if timeout is not None:
             pairs.append(("grpc-timeout", timeout_text(timeout), True))
-        pairs += [_encoded(name, value) for name, value in metadata]
+        pairs += [encoded(name, value) for name, value in metadata]
         if not pairs:
             return start, size
-        size += sum(len(name) + len(value) + _FIELD for name, value, _ in pairs)
+        size += sum(len(name) + len(value) + FIELD for name, value, _ in pairs)
         return start + self._encoder.encode(pairs, huffman=False), size
 
     def _start(self, path: str) -> tuple[bytes, int]:
@@ -145,12 +146,13 @@ class HeaderWriter:
             ("user-agent", "npufleet", True),
             ("grpc-accept-encoding", "identity", True),
         ]
-        size = sum(len(name) + len(value) + _FIELD for name, value, _ in pairs)
+        size = sum(len(name) + len(value) + FIELD for name, value, _ in pairs)
         made = self._starts[path] = (self._encoder.encode(pairs, huffman=False), size)
         return made
 
 
-def _encoded(name: str, value: str | bytes) -> tuple[str, str | bytes, bool]:
+def encoded(name: str, value: str | bytes) -> tuple[str, str | bytes, bool]:
+    """One pair of metadata as HPACK takes it, never to be indexed. ValueError for what gRPC does not allow."""
     if not name or not _NAME.issuperset(name) or name.startswith("grpc-timeout"):
         raise ValueError(f"metadata key {name!r}: gRPC allows lower case letters, digits and '-_.'")
     if name.endswith("-bin"):

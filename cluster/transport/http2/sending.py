@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Protocol
 
 from npufleet.cluster.transport.http2 import frames
-from npufleet.cluster.transport.http2.call import Http2Call
 from npufleet.cluster.transport.http2.frames import ProtocolError, StreamError
 
 _MOST_UNWRITTEN = 8 << 20  # bytes that a peer may leave unread while it still asks for more
+
+
+class Sending(Protocol):
+    """A stream with something to send."""
+
+    stream_id: int
+    send_window: int
+    unsent: memoryview
+    closes: bool  # the end of what it has to send is the end of our side of the stream
+
+    def on_sent(self) -> None:
+        """Nothing is left to send."""
 
 
 class Sender:
@@ -26,7 +38,7 @@ class Sender:
         self._scheduled = False
         self._window = frames.DEFAULT_WINDOW
         self._initial_window = frames.DEFAULT_WINDOW
-        self._bodies: dict[int, Http2Call] = {}  # calls with something left to send
+        self._bodies: dict[int, Sending] = {}  # calls with something left to send
 
     def open(self, transport: asyncio.Transport) -> None:
         """Begin to write to ``transport``."""
@@ -42,18 +54,40 @@ class Sender:
         self._out.append(data)
         self._schedule()
 
-    def start(self, call: Http2Call) -> None:
-        """Send the headers of ``call`` and of its body what the windows allow."""
+    @property
+    def initial_window(self) -> int:
+        """What the peer takes of a stream that begins."""
+        return self._initial_window
+
+    def start(self, call: Sending, block: bytes) -> None:
+        """Send ``block``, the headers of ``call``, and of its body what the windows allow."""
         call.send_window = self._initial_window
-        self.write(frames.headers(call.stream_id, call.block, largest=self.largest_frame))
+        self.write(frames.headers(call.stream_id, block, largest=self.largest_frame))
+        self.send(call)
+
+    def send(self, call: Sending) -> None:
+        """Send of ``call`` what the windows allow, the rest when they do."""
         self._bodies[call.stream_id] = call
         self._send_some(call, everything=True)
 
-    def forget(self, call: Http2Call) -> None:
+    def at_once(self, call: Sending, data: bytes) -> bool:
+        """Send ``data`` of ``call``, which has nothing waiting, in one frame; False where it does not fit."""
+        size = len(data)
+        if self.paused or size > self._window or size > call.send_window or size > self.largest_frame:
+            return False
+        self._window -= size
+        call.send_window -= size
+        self._out.append(frames.HEAD.pack(size << 8, 0, call.stream_id))  # the type of DATA is 0
+        self._out.append(data)
+        if not self._scheduled:
+            self._schedule()
+        return True
+
+    def forget(self, call: Sending) -> None:
         """Send no more of ``call``."""
         self._bodies.pop(call.stream_id, None)
 
-    def apply(self, key: int, value: int, calls: Iterable[Http2Call]) -> None:
+    def apply(self, key: int, value: int, calls: Iterable[Sending]) -> None:
         """The peer set one of its SETTINGS while ``calls`` run. ProtocolError for a value it may not have."""
         if key == frames.MAX_CONCURRENT_STREAMS:
             self.most_streams = value
@@ -68,7 +102,7 @@ class Sender:
                 raise ProtocolError(frames.FLOW_CONTROL_ERROR, f"an initial window of {value}")
             self._set_initial_window(value, calls)
 
-    def _set_initial_window(self, size: int, calls: Iterable[Http2Call]) -> None:
+    def _set_initial_window(self, size: int, calls: Iterable[Sending]) -> None:
         """Running streams move with it (RFC 9113, 6.9.2)."""
         change, self._initial_window = size - self._initial_window, size
         for call in calls:
@@ -84,7 +118,7 @@ class Sender:
             raise ProtocolError(frames.FLOW_CONTROL_ERROR, f"a window update of {increment}")
         self.pump()
 
-    def widen_stream(self, call: Http2Call, increment: int) -> None:
+    def widen_stream(self, call: Sending, increment: int) -> None:
         """The peer takes ``increment`` bytes more of ``call``."""
         call.send_window += increment
         if not increment or call.send_window > frames.LARGEST_WINDOW:
@@ -111,7 +145,7 @@ class Sender:
             transport.abort() if self.paused else transport.close()
         self._out.clear()
 
-    def _send_some(self, call: Http2Call, *, everything: bool) -> bool:
+    def _send_some(self, call: Sending, *, everything: bool) -> bool:
         """Send one frame of the body of ``call``, or all that may be sent; False where nothing may."""
         sent = False
         while call.unsent and not self.paused:
@@ -121,13 +155,14 @@ class Sender:
             piece, call.unsent = call.unsent[:size], call.unsent[size:]
             self._window -= size
             call.send_window -= size
-            flags = 0 if call.unsent else frames.END_STREAM
+            flags = frames.END_STREAM if call.closes and not call.unsent else 0
             self._out.append(frames.HEAD.pack(size << 8 | frames.DATA, flags, call.stream_id))
             self._out.append(piece)
             self._schedule()
             sent = True
             if not call.unsent:
                 self._bodies.pop(call.stream_id, None)
+                call.on_sent()
             if not everything:
                 if call.unsent:  # behind the others
                     self._bodies[call.stream_id] = self._bodies.pop(call.stream_id)
