@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from . import checks
+from . import checks, yaml_text
 from .admission.settings import AdmissionSettings
 from .engine import args as engine_args
 from .roles import check_roles, with_kv_role
@@ -172,12 +170,7 @@ def from_yaml(path: Path, present: Mapping[str, Any] | None = None) -> FleetConf
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such configuration file")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML: {error}") from error
+    data = yaml_text.read(path)
     if present is not None and isinstance(data, Mapping):
         data = {**{key: value for key, value in present.items() if key != "models"}, **data}
     return from_dict(data, where=str(path))
@@ -192,7 +185,7 @@ def from_dict(data: object, where: str = "fleet", *, part: bool = False) -> Flee
     top = checks.mapping(data, where, _names(FleetConfig))
     models = top.get("models")
     if not isinstance(models, list | tuple) or not models:
-        raise ValueError(f"{where}.models: expected a list of at least one model, got {models!r}")
+        raise ValueError(f"{where}.models: expected a list of at least one model, got {checks.shown(models)}")
     parsed = tuple(_model(model, f"{where}.models[{i}]") for i, model in enumerate(models))
     seen: set[str] = set()
     for model in parsed:
@@ -230,14 +223,25 @@ def with_overrides(config: FleetConfig, overrides: Mapping[str, Any]) -> FleetCo
                 model["engines"] = value
         elif first == "engine" and rest:
             for model in data["models"]:
-                model["engine"][rest] = value
+                _set(model["engine"], rest, value)
         elif rest and isinstance(data.get(first), dict):
-            data[first][rest] = value
+            _set(data[first], rest, value)
         elif not rest and first in data and first != "models" and not isinstance(data[first], dict):
             data[first] = value
         else:
             raise checks.unknown_key(key, _override_keys(), "--set")
     return from_dict(data)
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted ``key`` below ``data``; what is no mapping on the way to it becomes one."""
+    first, _, rest = key.partition(".")
+    if rest:
+        below = data.get(first)
+        data[first] = dict(below) if isinstance(below, Mapping) else {}
+        _set(data[first], rest, value)
+    else:
+        data[first] = value
 
 
 def for_model(name: str, source: str, device: str, **settings: Any) -> FleetConfig:
@@ -272,7 +276,7 @@ def _model(data: object, where: str) -> ModelConfig:
         engines = max(1, bounds.min)
     name = checks.name(given.get("name"), f"{where}.name")
     role = checks.choice(given.get("role", ModelConfig.role), f"{where}.role", [str(one) for one in Role])
-    serves = checks.name(given["serves"], f"{where}.serves") if given.get("serves") else ""
+    serves = "" if given.get("serves") in (None, "") else checks.name(given["serves"], f"{where}.serves")
     made = ModelConfig(
         name=name,
         source=checks.path(given.get("source"), f"{where}.source"),
@@ -282,7 +286,7 @@ def _model(data: object, where: str) -> ModelConfig:
         role=role,
         serves="" if serves == name else serves,
         priority=checks.integer(given.get("priority", 0), f"{where}.priority", -1000, 1000),
-        chip=checks.text(given["chip"], f"{where}.chip") if given.get("chip") else "",
+        chip="" if given.get("chip") in (None, "") else checks.text(given["chip"], f"{where}.chip"),
         rank_table=checks.flag(given.get("rank_table", False), f"{where}.rank_table"),
     )
     if made.rank_table and made.data_parallel_size > 1:
@@ -303,18 +307,18 @@ def _router(data: object, where: str) -> RouterConfig:
         ),
         data_plane=checks.choice(given.get("data_plane", DATA_PLANES[0]), f"{where}.data_plane", DATA_PLANES),
         processes=checks.integer(given.get("processes", 1), f"{where}.processes", 1, 256),
-        secret=checks.optional_text(given.get("secret"), f"{where}.secret"),
+        secret=checks.optional_file(given.get("secret"), f"{where}.secret"),
         engine_tls=_fleet_tls(given.get("engine_tls"), f"{where}.engine_tls"),
-        api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
+        api_keys=checks.optional_file(given.get("api_keys"), f"{where}.api_keys"),
         tls=_tls(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
-        otlp_endpoint=checks.optional_text(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
+        otlp_endpoint=checks.collector(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
         admission=_settings(AdmissionSettings, given.get("admission", {}), f"{where}.admission"),
         hedging=_settings(HedgeSettings, given.get("hedging", {}), f"{where}.hedging"),
         split_tokens=checks.integer(
             given.get("split_tokens", RouterConfig.split_tokens), f"{where}.split_tokens", 1, 1 << 30
         ),
-        host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
+        host=checks.host(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
     )
 
@@ -322,12 +326,12 @@ def _router(data: object, where: str) -> RouterConfig:
 def _gateway(data: object, where: str) -> GatewayConfig:
     given = checks.mapping(data, where, _names(GatewayConfig))
     return GatewayConfig(
-        host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
+        host=checks.host(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", GatewayConfig.port), f"{where}.port"),
-        api_keys=checks.optional_text(given.get("api_keys"), f"{where}.api_keys"),
+        api_keys=checks.optional_file(given.get("api_keys"), f"{where}.api_keys"),
         tls=_tls(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
-        otlp_endpoint=checks.optional_text(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
+        otlp_endpoint=checks.collector(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
     )
 
 
@@ -336,9 +340,9 @@ def _tls(data: object, where: str) -> ServerTls | None:
         return None
     given = checks.mapping(data, where, _names(ServerTls))
     return ServerTls(
-        certificate=checks.text(given.get("certificate"), f"{where}.certificate"),
-        key=checks.text(given.get("key"), f"{where}.key"),
-        client_ca=checks.optional_text(given.get("client_ca"), f"{where}.client_ca"),
+        certificate=checks.file(given.get("certificate"), f"{where}.certificate"),
+        key=checks.file(given.get("key"), f"{where}.key"),
+        client_ca=checks.optional_file(given.get("client_ca"), f"{where}.client_ca"),
     )
 
 
@@ -347,9 +351,9 @@ def _fleet_tls(data: object, where: str) -> FleetTls | None:
         return None
     given = checks.mapping(data, where, _names(FleetTls))
     return FleetTls(
-        ca=checks.text(given.get("ca"), f"{where}.ca"),
-        certificate=checks.text(given.get("certificate"), f"{where}.certificate"),
-        key=checks.text(given.get("key"), f"{where}.key"),
+        ca=checks.file(given.get("ca"), f"{where}.ca"),
+        certificate=checks.file(given.get("certificate"), f"{where}.certificate"),
+        key=checks.file(given.get("key"), f"{where}.key"),
         server_name=checks.text(given.get("server_name", FleetTls.server_name), f"{where}.server_name"),
     )
 
@@ -358,14 +362,14 @@ def _settings(kind: type[S], data: object, where: str) -> S:
     given = checks.mapping(data, where, _names(kind))
     try:
         return kind(**given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
+    except ValueError as error:  # it begins with the name of the key
+        raise ValueError(f"{where}.{error}") from error
 
 
 def _metrics(data: object, where: str) -> MetricsConfig:
     given = checks.mapping(data, where, _names(MetricsConfig))
     return MetricsConfig(
-        host=checks.text(given.get("host", LOOPBACK), f"{where}.host"),
+        host=checks.host(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", MetricsConfig.port), f"{where}.port"),
     )
 

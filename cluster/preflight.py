@@ -6,6 +6,7 @@ Each failure is a ``ValueError`` that names what was given and how to mend it, u
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,18 +116,37 @@ def layout(config: FleetConfig, topology: Topology) -> None:
 
 
 def cluster(address: str) -> None:
-    """See whether anything listens at the address of a Ray cluster: Ray itself would look for minutes.
+    """See whether a Ray cluster listens at ``address``: Ray itself would look for minutes, and then exit.
 
     Raises:
         ValueError: if it is no address.
-        OSError: if nothing listens there.
+        OSError: if nothing listens there, or something else than Ray.
     """
     if address == "auto" or "://" in address:
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"--address {address!r}: expected 'auto' or HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OverflowError, UnicodeError) as error:
+    except UnicodeError as error:
         raise ValueError(f"--address {address!r}: {error}") from error
+    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        _speaks_ray(address)
+
+
+def _speaks_ray(address: str) -> None:
+    """See whether what listens there is the head of a Ray cluster. OSError if it is not."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        try:
+            ask(b"", timeout=CONNECT_S)
+        except grpc.RpcError as error:
+            # A cluster that asks for a token refuses the question, and is one all the same.
+            unknown = (
+                grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
+            )  # fmt: skip
+            if error.code() in unknown:
+                raise ConnectionError("what listens there is not the head of a Ray cluster") from error

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import preflight
-from .config import FleetConfig
+from . import doors, preflight
+from .config import FleetConfig, GatewayConfig, RouterConfig
 from .doctor import hardware
 from .doctor.examine import models_of, ports_of
 from .doctor.finding import Finding, Level
@@ -20,6 +20,9 @@ from .doctor.nodes import on_each
 from .placement import planner, ray_state, requests
 from .placement.plan import NoRoom
 from .topology.model import Node
+
+DOORS = "doors"
+DOORS_REMEDY = "router and gateway may open their doors on any node: put the file on each"
 
 
 def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> None:
@@ -34,7 +37,10 @@ def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> 
     state = ray_state.read()
     preflight.layout(config, state.topology)
     homes = _planned(config, state, say)
-    answers = on_each(state.topology.nodes, _look, ports_of(config), models_of(config), sys.executable)
+    answers = on_each(
+        state.topology.nodes, _look, ports_of(config), models_of(config), sys.executable,
+        config.gateway, config.router,
+    )  # fmt: skip
     for node in state.topology.nodes:
         answer = answers[node.node_id]
         if isinstance(answer, str):
@@ -45,21 +51,26 @@ def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> 
 
 
 def check_change(config: FleetConfig, say: Callable[[str], None]) -> None:
-    """See whether the fleet that runs on this cluster can become ``config``: layouts and checkpoints.
+    """See whether the fleet that runs on this cluster can become ``config``: layouts, checkpoints and
+    what its doors need.
 
     What fits only after something else has left is no mistake; ``say`` is told which nodes lack a checkpoint.
     """
     state = ray_state.read()
     preflight.layout(config, state.topology)
-    nodes = [node for node in state.topology.nodes if node.npus]
-    answers = on_each(nodes, _look, [], models_of(config), sys.executable)
+    answers = on_each(
+        state.topology.nodes, _look, [], models_of(config), sys.executable, config.gateway, config.router
+    )
     lacking: dict[str, list[str]] = {}
-    for node in nodes:
+    for node in state.topology.nodes:
         answer = answers[node.node_id]
         for finding in [] if isinstance(answer, str) else answer:
-            lacking.setdefault(finding["text"], []).append(node.title)
+            if finding["name"] == DOORS:
+                raise ValueError(f"node {node.title}: {finding['text']}; {finding['remedy']}")
+            if node.npus:
+                lacking.setdefault(finding["text"], []).append(node.title)
     for text, titles in lacking.items():
-        if len(titles) == len(nodes):
+        if len(titles) == sum(bool(node.npus) for node in state.topology.nodes):
             raise ValueError(f"on every node of the fleet: {text}")
         say(f"warning: nodes {', '.join(titles)}: {text}; no engine can be placed there")
 
@@ -112,12 +123,20 @@ def judge(node: Node, findings: list[dict[str, str]], *, planned: bool, say: Cal
 
 
 def _look(
-    ports: list[tuple[str, str, int]], models: list[tuple[str, str]], python: str
+    ports: list[tuple[str, str, int]],
+    models: list[tuple[str, str]],
+    python: str,
+    gateway: GatewayConfig,
+    router: RouterConfig,
 ) -> list[dict[str, str]]:
     """Runs on a node: what fails there. The doors may come to open on any node, and an engine starts its workers on
     other nodes with its own path of Python.
     """
     found = [free_port(*port) for port in ports if port[1] in ("0.0.0.0", "::", "127.0.0.1", "::1")]
+    try:
+        doors.check(gateway, router)
+    except ValueError as error:
+        found.append(Finding(name=DOORS, level=Level.FAIL, text=str(error), remedy=DOORS_REMEDY))
     found += hardware.sources(models)
     if not os.access(python, os.X_OK):
         text, remedy = f"{python} is not there", "install npufleet at the same path on every node"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import checks
 from .router.split.base import KV_ROLES, Role
 from .router.split.registry import handoff_of, known_connectors
 
@@ -23,14 +24,15 @@ def with_kv_role(engine: dict[str, Any], role: str, where: str) -> dict[str, Any
     transfer = engine.get(TRANSFER)
     if transfer is None and role == Role.BOTH:
         return engine
-    if not isinstance(transfer, Mapping) or not transfer.get("kv_connector"):
+    connector = transfer.get("kv_connector") if isinstance(transfer, Mapping) else None
+    if not isinstance(transfer, Mapping) or not isinstance(connector, str) or not connector:
         known = ", ".join(known_connectors())
         raise ValueError(
             f"{where}.engine.{TRANSFER}: with role {role!r} it must be a mapping that names a kv_connector, such as "
-            f"one of {known}; got {transfer!r}"
+            f"one of {known}; got {checks.shown(transfer)}"
         )
-    connector = transfer["kv_connector"]
-    if role != Role.BOTH and handoff_of(str(connector)) is None:
+    checks.choice(transfer.get("kv_role", "kv_both"), f"{where}.engine.{TRANSFER}.kv_role", KV_ROLES.values())
+    if role != Role.BOTH and handoff_of(connector) is None:
         raise ValueError(
             f"{where}.engine.{TRANSFER}.kv_connector: the router cannot hand prompts over by {connector!r}; it can by "
             f"{', '.join(known_connectors())}"

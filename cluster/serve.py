@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from . import ask, local, preflight, preflight_cluster, runs, start_failure
+from . import ask, doors, local, preflight, preflight_cluster, runs, start_failure
 from .addresses import netloc, reachable
 from .app import APPLICATION, CONTROLLER, assemble, submit
 from .caretaker import Caretaker
@@ -70,7 +70,7 @@ def serve(args: argparse.Namespace) -> int:
         preflight.layout(target.config, Topology(nodes=(local.this_node(target.device),)))
         preflight.files(target.config, console.say)
         preflight.memory(target.config, target.device)
-        _first_key(target.config)
+        doors.check(target.config.gateway, target.config.router)
         preflight.ports(target.config)
         target = replace(target, config=preflight.with_free_ports(target.config))
     config = target.config

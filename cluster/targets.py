@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from . import config, demo_model, device
+from . import checks, config, demo_model, device, yaml_text
 from .config import FleetConfig
 
 DEMO = "demo"
@@ -49,9 +47,13 @@ def resolve(args: argparse.Namespace, say: Callable[[str], None]) -> Target:
     Raises:
         ValueError: naming what was given and what is allowed.
     """
+    if args.address is not None:
+        checks.text(args.address, "--address")
+    if args.ask is not None:
+        checks.text(args.ask, "--ask")
     made = _config(args, say)
     local = None
-    if not args.address:
+    if args.address is None:
         local = device.detect(made.device if _says_device(args) else None)
         made = replace(made, device=local.kind)
     made = _sized(config.with_overrides(made, overrides(args)))
@@ -103,10 +105,7 @@ def settings(given: list[str] | None) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise ValueError(f"--set {item!r}: expected KEY=VALUE, for example engine.max_model_len=4096")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--set {key}: {value!r} is not a YAML value: {error}") from error
+        found[key] = yaml_text.load(value, f"--set {checks.shown(item)}")
     return found
 
 

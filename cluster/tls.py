@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from .transport.base import Tls
 
 
+def no_password() -> str:
+    """For OpenSSL, which else asks for the password of an encrypted key at the terminal, and waits."""
+    raise OSError("the key is encrypted; give it without a password")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerTls:
     """PEM files: what to show to clients, and which authority's certificates they must show (mutual TLS)."""
@@ -25,11 +30,12 @@ class ServerTls:
         """Itself; ValueError where its files cannot be used."""
         try:
             made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            made.load_cert_chain(self.certificate, self.key)
+            made.load_cert_chain(self.certificate, self.key, password=no_password)
             if self.client_ca is not None:
                 made.load_verify_locations(self.client_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"the TLS files cannot be used: {error}") from error
+        except OSError as error:  # ssl.SSLError is one
+            named = ", ".join(filter(None, (self.certificate, self.key, self.client_ca)))
+            raise ValueError(f"the TLS files cannot be used ({named}): {error}") from error
         return self
 
     def credentials(self) -> grpc.ServerCredentials:

@@ -97,7 +97,7 @@ def free_port(what: str, host: str, port: int) -> Finding:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host with a label that is too long
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return Finding(
             name=name,

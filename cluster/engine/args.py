@@ -6,14 +6,12 @@ starts, so it reads the class bodies instead.
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from .. import checks
+from . import values
 
 OWNED = {
     "model": "set models[].source",
@@ -39,11 +37,19 @@ OWNED = {
 }
 """Arguments that the fleet sets itself, and what to do instead."""
 
+ADDITIONAL = ("moe_communication", "shared_experts", "shared_expert_ranks", "shared_experts_overlap")
+"""What the plugin reads of ``additional_config``."""
+
+WAYS = ("auto", "all-gather", "all-to-all", "mc2")
+"""How tokens and experts of different NPUs may meet."""
+
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """The ways to split an engine; their product is its NPUs."""
 
 CONTEXT = "decode_context_parallel_size"
 """Spreads the KV cache of a sequence over ranks that share each layer; it takes no further NPUs."""
+POSITIVE = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+"""Numbers that vLLM takes as they are, whatever they are."""
 
 ONE_FOR_NOW = (
     "prefill_context_parallel_size",
@@ -59,7 +65,7 @@ def of_engine() -> frozenset[str]:
     Raises:
         ValueError: if vLLM is not installed.
     """
-    return _fields("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))
+    return values.names(*values.ARGUMENTS[0])
 
 
 @cache
@@ -67,7 +73,7 @@ def of_frontend() -> frozenset[str]:
     """Return the names of vLLM's frontend arguments that belong to a model: chat template, parsers and the
     like.
     """
-    return _fields("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs",))
+    return values.names(*values.ARGUMENTS[1])
 
 
 def known() -> frozenset[str]:
@@ -78,20 +84,6 @@ def known() -> frozenset[str]:
 def engine_part(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that concern the engine; the others are the gateway's."""
     return {name: value for name, value in given.items() if name in of_engine()}
-
-
-def _fields(file: str, classes: tuple[str, ...]) -> frozenset[str]:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("vllm is not installed; run `make setup`")
-    source = Path(spec.submodule_search_locations[0]) / file
-    return frozenset(
-        item.target.id
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name in classes
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    )
 
 
 def check(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -119,4 +111,16 @@ def check(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: {CONTEXT} is {context}, which does not divide tensor_parallel_size {tensor}; the ranks that "
             "share each layer are those that share a sequence's KV cache"
         )
+    values.check(arguments, where)
+    for name in POSITIVE:
+        if arguments.get(name) is not None:
+            checks.integer(arguments[name], f"{where}.{name}", 1, 1 << 50)
+    _check_additional(arguments.get("additional_config"), f"{where}.additional_config")
     return arguments
+
+
+def _check_additional(given: object, where: str) -> None:
+    """``additional_config`` is vLLM's place for what a hardware plugin reads, so only ours tells of a wrong key."""
+    if given is not None:
+        asked = checks.mapping(given, where, ADDITIONAL)
+        checks.choice(asked.get("moe_communication", "auto"), f"{where}.moe_communication", WAYS)

@@ -14,11 +14,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from npufleet.cluster import checks
 from npufleet.cluster.router.wire import pb
 
 _MEMORY = 256  # answers that the percentile is taken from
 _ENOUGH = 32  # before it is believed
 _RESERVE = 8.0  # hedges that may come at once
+_MOST = 1 << 30  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +33,12 @@ class HedgeSettings:
     budget: float = 0.05  # second requests per request of the kind, at most
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0 or self.max_prompt_tokens < 1:
-            raise ValueError("max_tokens must be 0 or more and max_prompt_tokens 1 or more")
-        if not 0.5 <= self.percentile < 1.0 or not 0.0 < self.budget <= 1.0:
-            raise ValueError("percentile must be from 0.5 to below 1, budget above 0 and at most 1")
+        checks.integer(self.max_tokens, "max_tokens", 0, _MOST)
+        checks.integer(self.max_prompt_tokens, "max_prompt_tokens", 1, _MOST)
+        if not checks.number(self.percentile, "percentile", 0.5, 1.0) < 1.0:
+            raise ValueError("percentile: expected a number from 0.5 to below 1, got 1")
+        if not checks.number(self.budget, "budget", 0.0, 1.0) > 0.0:
+            raise ValueError("budget: expected a number above 0 and at most 1, got 0")
 
     def wanted(self, request: pb.GenerateRequest, prompt_tokens: int) -> bool:
         """Whether ``request`` is of the kind."""

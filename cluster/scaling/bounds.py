@@ -51,7 +51,7 @@ def parse(data: object, where: str) -> Bounds:
     high = checks.integer(given.get("max"), f"{where}.max", 1, MOST)
     if low > high:
         raise ValueError(f"{where}: min is {low}, above max, which is {high}")
-    asked = checks.mapping(given.get("objectives") or {}, f"{where}.objectives", ("ttft_p90", "tpot_p90"))
+    asked = checks.mapping(given.get("objectives", {}), f"{where}.objectives", ("ttft_p90", "tpot_p90"))
     found = {name: _seconds(value, f"{where}.objectives.{name}") for name, value in asked.items()}
     return Bounds(min=low, max=high, objectives=Objectives(**found))
 
@@ -61,5 +61,7 @@ def _seconds(value: object, where: str) -> float:
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     seconds = float(match["number"]) * _UNITS[match["unit"]] if match else value
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 3600:
-        raise ValueError(f"{where}: expected a time such as 50ms or 2s, at most an hour, got {value!r}")
+        raise ValueError(
+            f"{where}: expected a time such as 50ms or 2s, at most an hour, got {checks.shown(value)}"
+        )
     return float(seconds)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from npufleet.cluster.tls import no_password
+
 if TYPE_CHECKING:
     import grpc
 
@@ -88,9 +90,10 @@ class Tls:
         try:
             made = ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
             if self.certificate is not None:
-                made.load_cert_chain(str(self.certificate), str(self.key))
-        except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"the TLS files for engines cannot be used: {error}") from error
+                made.load_cert_chain(str(self.certificate), str(self.key), password=no_password)
+        except OSError as error:  # ssl.SSLError is one
+            named = ", ".join(str(file) for file in (self.ca, self.certificate, self.key) if file is not None)
+            raise ValueError(f"the TLS files for engines cannot be used ({named}): {error}") from error
         made.minimum_version = ssl.TLSVersion.TLSv1_2  # what HTTP/2 asks for (RFC 9113, 9.2)
         made.set_alpn_protocols(["h2"])
         return made

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -263,6 +264,7 @@ async def test_without_engines_nobody_waits():
 
 
 @pytest.mark.parametrize("name", ["engine_slots", "max_queue", "queue_timeout", "ttft_objective"])
-def test_settings_are_checked(name: str):
-    with pytest.raises(ValueError, match=name):
-        AdmissionSettings(**{name: -1})
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), "5", None, True])
+def test_settings_are_checked(name: str, wrong: Any):
+    with pytest.raises(ValueError, match=f"^{name}: expected "):
+        AdmissionSettings(**{name: wrong})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npufleet.cluster import config
+from npufleet.cluster import config, yaml_text
 from npufleet.cluster.engine import args as engine_args
 
 
@@ -81,6 +82,22 @@ def test_plain_data_reads_back_equal() -> None:
         (model(engine={"model": "x"}), "set models[].source"),
         (model(engine={"distributed_executor_backend": "mp"}), "Ray actors"),
         (model(rank_table="yes"), "rank_table"),
+        (model(chip=0), "chip: expected a non-empty text, got 0"),
+        (model(serves=[]), "serves: expected a non-empty text"),
+        (model(engine={"kv_transfer_config": {"kv_connector": 5}}), "names a kv_connector"),
+        (model(engine={"kv_transfer_config": {"kv_connector": "c", "kv_role": "x"}}), "kv_both, kv_consumer"),
+        (model(engine={"additional_config": {"shared_expert": 1}}), "did you mean 'shared_experts'?"),
+        (model(engine={"additional_config": {"moe_communication": "mc3"}}), "did you mean 'mc2'?"),
+        (fleet(router=None), "fleet.router: expected a mapping, got nothing"),
+        (fleet(router={"hedging": {"max_tokens": "8"}}), "router.hedging.max_tokens: expected an integer"),
+        (fleet(router={"otlp_endpoint": "collector"}), "expected http://HOST:4317, got 'collector'"),
+        (fleet(router={"otlp_endpoint": "http://c:99999"}), "expected http://HOST:4317"),
+        (fleet(gateway={"host": "a\0b"}), "gateway.host: expected an address such as"),
+        (fleet(gateway={"host": "\u00e9"}), "gateway.host: expected an address such as"),
+        (fleet(gateway={"api_keys": "a\0b"}), "gateway.api_keys: expected the path of a file"),
+        (fleet(gateway={"tls": {"certificate": "/c", "key": "\n"}}), "tls.key: expected a non-empty text"),
+        (fleet(device="x" * 5000), "… (5002 characters)"),
+        (fleet(**{"x" * 5000: 1}), "… (5002 characters)"),
         (model(rank_table=True, engine={"data_parallel_size": 2}), "describes one group of ranks"),
         (fleet(models=[{"name": "m"}]), "fleet.models[0].source"),
         (fleet(models=[{"name": "m", "source": "a"}, {"name": "m", "source": "b"}]), "given twice"),
@@ -99,6 +116,21 @@ def test_yaml_file(tmp_path: Path) -> None:
     file.write_text("models: [")
     with pytest.raises(ValueError, match="not valid YAML"):
         config.from_yaml(file)
+    for text, said in [
+        ("name: a\nmodels: []\nname: b\n", "in line 3, column 1: the key 'name' is given twice"),
+        ("a: [b\n", "in line 2, column 1: expected ',' or ']'"),
+        ("a: \0", "special characters are not allowed"),
+        ("!!python/object:os.system {}", "could not determine a constructor"),
+        ("[" * 5000, "nested too deeply"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            config.from_yaml(file)
+        assert str(error.value).startswith(f"{file}: not valid YAML") and "\n" not in str(error.value)
+    assert yaml_text.load("a: &b {port: 0, host: h}\nc: {<<: *b, port: 1}", "x")["c"] == {
+        "port": 1,
+        "host": "h",
+    }
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not valid YAML"):
         config.from_yaml(file)
@@ -109,8 +141,20 @@ def test_yaml_file(tmp_path: Path) -> None:
 def test_overrides_reach_every_level() -> None:
     made = config.with_overrides(
         config.from_dict(fleet()),
-        {"engines": 2, "engine.max_model_len": 128, "router.policy": "round-robin", "name": "x"},
+        {
+            "engines": 2,
+            "engine.max_model_len": 128,
+            "engine.additional_config.shared_experts": "replicated",
+            "router.policy": "round-robin",
+            "router.hedging.max_tokens": 8,
+            "gateway.tls.certificate": "/c",
+            "gateway.tls.key": "/k",
+            "name": "x",
+        },
     )
+    assert made.models[0].engine["additional_config"] == {"shared_experts": "replicated"}
+    assert made.router.hedging.max_tokens == 8
+    assert made.gateway.tls is not None and made.gateway.tls.key == "/k"
     assert (made.models[0].engines, made.models[0].engine["max_model_len"]) == (2, 128)
     assert (made.router.policy, made.name) == ("round-robin", "x")
 
@@ -121,6 +165,7 @@ def test_overrides_reach_every_level() -> None:
         ("router.polcy", "'policy'"),
         ("engine.max_modl_len", "'max_model_len'"),
         ("gatewy.port", "'gateway.port'"),
+        ("router.hedging.max_token", "'max_tokens'"),
     ],
 )
 def test_unknown_override_names_the_nearest(key: str, near: str) -> None:
@@ -156,7 +201,7 @@ def test_who_may_ask_and_how_much_is_read_and_checked():
         ({"transport": "http"}, "router.transport.*did you mean 'http2'"),
         ({"tls": {"certificate": "/c"}}, "router.tls.key"),
         ({"tls": {"cert": "/c"}}, "unknown key 'cert'"),
-        ({"admission": {"max_queue": 0}}, "router.admission: .*max_queue"),
+        ({"admission": {"max_queue": 0}}, "router.admission.max_queue: expected an integer from 1"),
         ({"admission": {"slots": 1}}, "unknown key 'slots'"),
         ({"access_log": "yes"}, "router.access_log: expected true or false"),
     ]:

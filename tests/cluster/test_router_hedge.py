@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -162,10 +164,16 @@ def test_the_budget_is_a_share_of_the_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": -1}, {"max_prompt_tokens": 0}, {"percentile": 1.0}, {"budget": 0.0}]
-)
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    "wrong",
+    [
+        {"max_tokens": -1}, {"max_tokens": math.nan}, {"max_tokens": "8"}, {"max_tokens": True},
+        {"max_prompt_tokens": 0}, {"max_prompt_tokens": math.inf}, {"percentile": 1.0}, {"percentile": 95},
+        {"percentile": math.nan}, {"budget": 0.0}, {"budget": math.nan},
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got "):
         HedgeSettings(**wrong)
 
 

@@ -8,18 +8,22 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 import yaml
+from cryptography.hazmat.primitives import serialization
 
-from npufleet.cluster import cli, config, device, local, preflight_cluster, runs
+from npufleet.cluster import cli, config, device, local, preflight, preflight_cluster, runs
 from npufleet.cluster.device import Device
 from npufleet.cluster.placement.ray_state import State
 from npufleet.cluster.topology import simulated
 from npufleet.cluster.topology.model import Topology
+from tests.cluster import certificates
 
 Wrong = Callable[[Path], dict[str, Any]]
 TWO_CHIPS = Topology(
@@ -60,6 +64,11 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+def written(file: Path, text: str) -> str:
+    file.write_text(text)
+    return str(file)
+
+
 LOCAL: dict[str, tuple[Wrong, str]] = {
     "unknown key": (lambda f: fleet(f, routr={}), "unknown key 'routr'; did you mean 'router'?"),
     "unknown engine argument": (lambda f: fleet(f, engine={"max_modl_len": 9}), "did you mean 'max_model_len'?"),
@@ -68,8 +77,40 @@ LOCAL: dict[str, tuple[Wrong, str]] = {
         "but the fleet has 8 healthy Ascend910B3 (rule one-chip)",
     ),
     "too few NPUs": (lambda f: fleet(f, tp=4, engines=3), "12 NPUs are asked for (3 x 4 for m), 8 virtual NPUs"),
+    "wrong value for vLLM": (lambda f: fleet(f, engine={"max_model_len": "32k"}), "max_model_len: expected int"),
+    "no certificate": (
+        lambda f: fleet(f, gateway={"port": 0, "tls": {"certificate": "/absent", "key": "/absent"}}),
+        "gateway.tls: the TLS files cannot be used (/absent, /absent): ",
+    ),
+    "no keys": (lambda f: fleet(f, router={"port": 0, "api_keys": "/absent"}), "router.api_keys: cannot read /absent"),
+    "a short secret": (
+        lambda f: fleet(f, router={"port": 0, "secret": written(f / "secret", "abc")}), "has 3 bytes; at least 32",
+    ),
     "no such path": (lambda f: fleet(f, model={"source": "/absent"}), "its source is '/absent'; expected a folder"),
 }  # fmt: skip
+
+
+def test_a_key_with_a_password_is_refused_and_not_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pem = certificates.Authority(tmp_path).sign("router")
+    private = serialization.load_pem_private_key(pem.key.read_bytes(), None)
+    pem.key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"1234"),
+        )
+    )
+    wrong = fleet(tmp_path) | {
+        "router": {"port": 0, "tls": {"certificate": str(pem.certificate), "key": str(pem.key)}}
+    }
+    refused(wrong, tmp_path, capsys, "the key is encrypted; give it without a password")
+
+
+@pytest.mark.parametrize("address", ["", "here", "127.0.0.1:0", "127.0.0.1:65536"])
+def test_an_address_that_is_none(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(fleet(tmp_path), tmp_path, capsys, "--address", "--address", address)
 
 
 @pytest.mark.parametrize("what", LOCAL)
@@ -141,6 +182,31 @@ def test_a_path_that_a_node_lacks(cluster: dict[str, list[dict[str, str]]], tmp_
     cluster["n0"].append(lacks)
     with pytest.raises(ValueError, match=r"^on every node of the fleet: /m/config.json does not exist"):
         change(wish)
+
+
+def test_doors_that_a_node_cannot_open(
+    cluster: dict[str, list[dict[str, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = config.from_dict(fleet(tmp_path, gateway={"api_keys": "/absent"}))
+    monkeypatch.setattr(
+        preflight_cluster,
+        "on_each",
+        lambda nodes, look, *given: {node.node_id: look(*given) for node in nodes},
+    )
+    for check in (begin, change):
+        with pytest.raises(
+            ValueError, match=r"^node 10.0.0.2: gateway.api_keys: cannot read /absent: .*on any node"
+        ):
+            check(wish)
+
+
+def test_something_else_than_ray_at_its_address() -> None:
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    with pytest.raises(ConnectionError, match="not the head of a Ray cluster"):
+        preflight.cluster(f"127.0.0.1:{port}")
+    other.stop(None)
 
 
 def begin(wish: config.FleetConfig) -> None:

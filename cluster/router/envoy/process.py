@@ -35,7 +35,7 @@ def find_envoy(given: str = "") -> str:
         ValueError: where there is none.
     """
     if given:
-        if not os.access(given, os.X_OK):
+        if not os.path.isfile(given) or not os.access(given, os.X_OK):
             raise ValueError(f"{given} is not a program that can be run as Envoy")
         return given
     try:

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ... import checks
+from ... import checks, yaml_text
 from ..facts import Facts
 from ..labels import parse_ranges
 
@@ -47,13 +45,7 @@ class Declared:
         Raises:
             ValueError: naming the file, the key, what was given and what is allowed.
         """
-        try:
-            data = yaml.safe_load(self.path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.path}: not valid YAML: {error}") from error
-        return facts_of(data, str(self.path))
+        return facts_of(yaml_text.read(self.path), str(self.path))
 
 
 def facts_of(data: object, where: str) -> Facts:
@@ -77,7 +69,7 @@ def _with(given: dict[str, Any], key: str, where: str, read: Callable[[Any], Any
     try:
         return read(given[key])
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {key} is {given[key]!r}: {error}") from error
+        raise ValueError(f"{where}: {key} is {checks.shown(given[key])}: {error}") from error
 
 
 def _indices(value: Any) -> tuple[int, ...]:
