@@ -103,10 +103,8 @@ def host(value: object, where: str) -> str:
     return made
 
 
-def collector(value: object, where: str) -> str | None:
-    """Return None for None, else ``value`` if it is the URL of a collector of traces; ``ValueError`` otherwise."""
-    if value is None:
-        return None
+def server(value: object, where: str, example: str = "http://HOST:PORT") -> str:
+    """Return ``value`` if it is the URL of a server that speaks HTTP; ``ValueError`` otherwise."""
     made = text(value, where)
     try:
         parts = urlsplit(made)
@@ -114,8 +112,23 @@ def collector(value: object, where: str) -> str | None:
     except ValueError:  # a port that is none
         good = False
     if not good or not made.isascii() or not made.isprintable():
-        raise ValueError(f"{where}: expected http://HOST:4317, got {shown(made)}")
+        raise ValueError(f"{where}: expected {example}, got {shown(made)}")
     return made
+
+
+def collector(value: object, where: str) -> str | None:
+    """Return None for None, else ``value`` if it is the URL of a collector of traces; ``ValueError`` otherwise."""
+    return None if value is None else server(value, where, "http://HOST:4317")
+
+
+def address(value: object, where: str) -> str:
+    """Return ``value`` if it is HOST:PORT, an IPv6 host in brackets; ``ValueError`` otherwise."""
+    name, _, number = text(value, where).rpartition(":")
+    bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+    good = _HOST.fullmatch(bare) is not None and (":" in bare) == (bare != name)
+    if not good or not number.isascii() or not number.isdigit() or int(number) > 65535:
+        raise ValueError(f"{where}: expected HOST:PORT, got {shown(value)}")
+    return str(value)
 
 
 def integer(value: object, where: str, low: int, high: int) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from .. import checks
 from .replay import Objectives, Plan, Report, replay, sum_up
 from .target import Outcome, target
 from .trace import read, reuse
@@ -22,6 +25,8 @@ examples:
   npufleet bench replay conversation_trace.jsonl --url grpc://127.0.0.1:50051 --time-scale 2 --plot out.svg
   npufleet bench replay code.csv --url http://127.0.0.1:8000 --requests 500 --length-scale 0.1
 """
+
+PLOTS = (".svg", ".png", ".pdf")
 
 
 def add_arguments(commands: Any) -> None:
@@ -55,10 +60,27 @@ def add_arguments(commands: Any) -> None:
     made.add_argument("--quiet", action="store_true", help="no progress")
 
 
+def check(args: argparse.Namespace) -> None:
+    """See that the replay can be made and written down, before it takes its time. ValueError for what cannot."""
+    if args.requests is not None:
+        checks.integer(args.requests, "--requests", 1, 1 << 40)
+    for name in ("timeout", "ttft", "tpot"):
+        if not checks.number(getattr(args, name), f"--{name}", 0.0, 1e9) > 0.0:
+            raise ValueError(f"--{name} must be above 0 s")
+    for name in ("json", "plot"):
+        file = getattr(args, name)
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise ValueError(f"--{name} {file}: no file can be written there")
+    if args.plot is not None:
+        if args.plot.suffix not in PLOTS:
+            raise ValueError(f"--plot {args.plot}: its name must end with one of {', '.join(PLOTS)}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'npufleet[bench]'")
+
+
 def run(args: argparse.Namespace) -> int:
     """Replay; 1 where requests failed."""
-    if args.requests is not None and args.requests < 1:
-        raise ValueError(f"--requests must be 1 or more, got {args.requests}")
+    check(args)
     plan = Plan(
         time_scale=args.time_scale, length_scale=args.length_scale, limit=args.requests, drain=args.timeout
     )

@@ -7,6 +7,7 @@ is too slow shows it in its latencies instead of slowing the client down.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,7 @@ class Plan:
     drain: float = 600.0  # seconds that answers may take after the last request was sent
 
     def __post_init__(self) -> None:
-        if self.time_scale <= 0 or not 0 < self.length_scale <= 1:
+        if not 0 < self.time_scale < math.inf or not 0 < self.length_scale <= 1:
             raise ValueError(
                 f"--time-scale must be above 0 and --length-scale in (0, 1], got {self.time_scale:g} and "
                 f"{self.length_scale:g}"

@@ -58,12 +58,16 @@ def target(url: str, model: str, timeout: float) -> Target:
 
     ValueError for any other URL.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "grpc" and parts.netloc:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname
+    except ValueError as error:
+        raise ValueError(f"--url {url!r}: {error}") from error
+    if parts.scheme == "grpc" and host and port:
         from .grpc_target import GrpcTarget
 
         return GrpcTarget(parts.netloc, model, timeout)
-    if parts.scheme in ("http", "https") and parts.netloc:
+    if parts.scheme in ("http", "https") and host and port != 0:
         from .openai_target import OpenAITarget
 
         return OpenAITarget(url, model, timeout)

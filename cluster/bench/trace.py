@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+_LONGEST = 1 << 27  # tokens of a request
 TRACE_BLOCK = 512  # tokens that one hash id stands for
 
 
@@ -39,7 +41,12 @@ def read(path: Path) -> list[TraceRequest]:
     if not path.is_file():
         raise ValueError(f"{path}: no such trace")
     rows = _azure(path) if path.suffix == ".csv" else _mooncake(path)
-    requests = sorted(rows, key=lambda request: request.at)
+    try:
+        requests = sorted(rows, key=lambda request: request.at)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a trace: it is not UTF-8 text") from error
     if not requests:
         raise ValueError(f"{path}: the trace has no requests")
     first = requests[0].at
@@ -47,24 +54,24 @@ def read(path: Path) -> list[TraceRequest]:
 
 
 def _mooncake(path: Path) -> Iterator[TraceRequest]:
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
                 yield TraceRequest(
-                    at=float(row["timestamp"]) / 1000,
+                    at=_time(float(row["timestamp"]) / 1000),
                     prompt_tokens=_positive(row["input_length"]),
                     output_tokens=_positive(row["output_length"]),
                     hash_ids=tuple(int(item) for item in row.get("hash_ids", ())),
                 )
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}:{number}: not a request of a trace: {error!r}") from error
+                raise ValueError(f"{path}:{number}: not a request of a trace: {_why(error)}") from error
 
 
 def _azure(path: Path) -> Iterator[TraceRequest]:
-    with path.open(newline="") as lines:
+    with path.open(newline="", encoding="utf-8") as lines:
         for number, row in enumerate(csv.DictReader(lines), 2):
             try:
                 moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
@@ -74,14 +81,24 @@ def _azure(path: Path) -> Iterator[TraceRequest]:
                     output_tokens=_positive(row["GeneratedTokens"]),
                 )
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}:{number}: not a request of a trace: {error!r}") from error
+                raise ValueError(f"{path}:{number}: not a request of a trace: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _positive(value: object) -> int:
     number = int(str(value))
-    if number < 1:
-        raise ValueError(f"a length must be 1 or more, got {number}")
+    if not 1 <= number <= _LONGEST:
+        raise ValueError(f"a length must be 1 to {_LONGEST:,}, got {number}")
     return number
+
+
+def _time(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise ValueError(f"a time must be a number, got {seconds}")
+    return seconds
 
 
 def tokens(request: TraceRequest, number: int, vocabulary: int) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .. import config, preflight
+from .. import checks, config, preflight
 from . import examine
 from .finding import Finding, Level
 
@@ -50,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: for a configuration or nodes that are wrong.
     """
+    if args.nodes is not None:
+        checks.text(args.nodes, "--nodes")
+    elif args.expect is not None:
+        raise ValueError("--expect counts the nodes of a cluster: give --nodes all too")
     failed = False
     data: list[dict[str, Any]] = []
     shown = ""

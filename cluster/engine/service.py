@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
+from ..addresses import netloc
 from ..proto.extension import METADATA_LIMIT
 from ..tls import ServerTls
 from .service_health import EngineHealth
@@ -128,7 +129,7 @@ async def serve_engine(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    target = netloc(host, port)
     try:
         if tls is not None:
             bound = server.add_secure_port(target, tls.credentials())

@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from .. import checks
+from ..engine import args as engine_args
 from ..router.command import add_engines, endpoints, stop_asked
+from ..tls import ServerTls
 from ..transport.registry import DEFAULT_TRANSPORT, known_transports
 from .process import GATEWAY_ENV, prepare_process
+from .settings import GatewaySettings, ModelSpec
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,35 +51,44 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def settings_of(options: argparse.Namespace) -> GatewaySettings:
+    """What ``--set`` says. ValueError for a name or a value that is none, in ``--args`` too."""
+    checks.mapping(options.args, "--args", engine_args.known())
+    given = checks.mapping(options.set, "--set", [field.name for field in fields(GatewaySettings)])
+    made: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+    }
+    if made.get("tls") is not None:
+        known = [field.name for field in fields(ServerTls)]
+        made["tls"] = ServerTls(**checks.mapping(made["tls"], "--set: tls", known))
+    return GatewaySettings(**made)
+
+
 async def run(options: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
+    settings = settings_of(options)
+    engines = endpoints(options.engine, options.model)
     from ..router.pool import StaticSource
     from ..router.registry import DEFAULT_POLICY
     from ..router.server import serve_router
     from ..router.settings import RouterSettings
     from .server import serve_gateway
-    from .settings import GatewaySettings, ModelSpec
 
-    known = {field.name for field in fields(GatewaySettings)}
-    if unknown := set(options.set) - known:
-        raise ValueError(f"--set: unknown {', '.join(sorted(unknown))}; there is: {', '.join(sorted(known))}")
-    settings: Any = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in options.set.items()
-    }
-    engines = endpoints(options.engine, options.model)
     stop = stop_asked()
     router = await serve_router(
         StaticSource(engines),
         policy=options.policy or DEFAULT_POLICY,
         settings=RouterSettings(transport=options.transport),
     )
-    names = dict.fromkeys(engine.model for engine in engines)
-    specs = [ModelSpec(name=name, args=options.args) for name in names]
-    gateway = await serve_gateway(specs, router.picker, GatewaySettings(**settings))
-    print(f"gateway listens on {gateway.url}", flush=True)
-    await stop.wait()
-    await gateway.close()
-    await router.close(0.0)
+    try:
+        names = dict.fromkeys(engine.model for engine in engines)
+        specs = [ModelSpec(name=name, args=options.args) for name in names]
+        gateway = await serve_gateway(specs, router.picker, settings)
+        print(f"gateway listens on {gateway.url}", flush=True)
+        await stop.wait()
+        await gateway.close()
+    finally:
+        await router.close(0.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

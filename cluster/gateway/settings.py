@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import checks
 from ..tls import ServerTls
 
 _MIB = 1 << 20
+_MOST = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class GatewaySettings:
             "max_body_bytes", "max_attempts", "retry_budget", "first_token_timeout", "token_gap_timeout",
             "request_timeout", "control_timeout", "retry_after",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
+            if not checks.number(getattr(self, name), f"gateway setting {name}", 0.0, _MOST) > 0.0:
                 raise ValueError(f"gateway setting {name} must be above 0, got {getattr(self, name)!r}")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"gateway port must be 0 to 65535, got {self.port}")
+        checks.number(self.shutdown_grace, "gateway setting shutdown_grace", 0.0, _MOST)
+        checks.port(self.port, "gateway setting port")

@@ -30,6 +30,8 @@ _NUMBERS = {
     "max_num_seqs": "requests of the largest step",
 }
 
+MOST_GIB = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -139,11 +141,13 @@ def plan(wanted: Wanted, args: argparse.Namespace) -> Ledger:
             ("max_num_seqs", 256),
         )
     }
-    share = args.gpu_memory_utilization or engine.get("gpu_memory_utilization", Limits.gpu_memory_utilization)
+    share = args.gpu_memory_utilization
+    if share is None:
+        share = engine.get("gpu_memory_utilization", Limits.gpu_memory_utilization)
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ValueError(f"{where}: gpu_memory_utilization is {share!r}; expected more than 0 and at most 1")
-    if args.hbm <= 0:
-        raise ValueError(f"--hbm is {args.hbm:g}; expected more than 0 GiB")
+    if not 0 < args.hbm <= MOST_GIB:
+        raise ValueError(f"--hbm is {args.hbm:g}; expected more than 0 and at most {MOST_GIB:,} GiB")
     limits = Limits(
         **{name: size for name, size in sizes.items() if size is not None},
         gpu_memory_utilization=share,

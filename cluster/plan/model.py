@@ -99,21 +99,21 @@ def from_config(
         raise ValueError(f"{where}: model_type is {kind!r}; the memory of these is known: {', '.join(known)}")
     quantization = read(config, description, where)
     number = _Numbers(config, where)
-    heads, hidden = number("num_attention_heads"), number("hidden_size")
-    head = config.get("head_dim") or hidden // heads
+    heads, hidden = number("num_attention_heads", low=1), number("hidden_size", low=1)
+    head = number.or_else("head_dim", hidden // heads)
     latent = _latent(number) if kind in LATENT else None
     rotary = latent.rope if latent else int(head * _rotary_part(config))
-    positions = number("max_position_embeddings")
+    positions = number("max_position_embeddings", low=1)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return ModelShape(
         model_type=str(kind),
-        layers=number("num_hidden_layers"),
+        layers=number("num_hidden_layers", low=1),
         hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
+        kv_heads=number.or_else("num_key_value_heads", heads),
         head=latent.nope + latent.rope if latent else head,
         intermediate=number("intermediate_size"),
-        vocabulary=number("vocab_size"),
+        vocabulary=number("vocab_size", low=1),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
         out_bias=kind == "llama" and bool(config.get("attention_bias", False)),
@@ -135,9 +135,13 @@ class _Numbers:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._config, self._where = config, where
 
-    def __call__(self, name: str, default: int | None = None) -> int:
+    def __call__(self, name: str, default: int | None = None, low: int = 0) -> int:
         value = self._config.get(name, default)
-        return checks.integer(value, f"{self._where}: {name}", 0, 1 << 40)
+        return checks.integer(value, f"{self._where}: {name}", low, 1 << 40)
+
+    def or_else(self, name: str, default: int) -> int:
+        """The number, or ``default`` where there is none or it is 0."""
+        return self(name) if self._config.get(name) is not None and self(name) else default
 
 
 def _rotary_part(config: Mapping[str, Any]) -> float:
@@ -146,7 +150,7 @@ def _rotary_part(config: Mapping[str, Any]) -> float:
     given = config.get("partial_rotary_factor")
     if given is None and isinstance(nested, Mapping):
         given = nested.get("partial_rotary_factor")
-    return float(default if given is None else given)
+    return checks.number(default if given is None else given, "partial_rotary_factor", 0.0, 1.0)
 
 
 def _positions(config: Mapping[str, Any], positions: int) -> int:
@@ -155,7 +159,8 @@ def _positions(config: Mapping[str, Any], positions: int) -> int:
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type")) != "yarn":
         return positions
     original = scaling.get("original_max_position_embeddings") or positions
-    return int(original * scaling["factor"])
+    original = checks.integer(original, "original_max_position_embeddings", 1, 1 << 40)
+    return int(original * checks.number(scaling.get("factor"), "factor of YaRN", 0.0, 1e9))
 
 
 def _latent(number: _Numbers) -> Latent:
@@ -177,14 +182,16 @@ def _experts(kind: str, config: Mapping[str, Any], number: _Numbers) -> Experts 
     elif kind == "qwen3_moe":
         name = "num_experts" if "num_experts" in config else "num_local_experts"  # as transformers 5 saves it
         count, middle = number(name), number("moe_intermediate_size")
-        step, plain = number("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        step, plain = number("decoder_sparse_step", 1, low=1), config.get("mlp_only_layers") or ()
+        if not isinstance(plain, list | tuple):
+            raise ValueError(f"mlp_only_layers: expected a list, got {checks.shown(plain)}")
         having = frozenset(i for i in layers if i not in plain and (i + 1) % step == 0)
     else:
         if not config.get("n_routed_experts"):
             return None
         count, middle = number("n_routed_experts"), number("moe_intermediate_size")
-        shared = (config.get("n_shared_experts") or 0) * middle
-        every = number("moe_layer_freq", 1)
+        shared = number.or_else("n_shared_experts", 0) * middle
+        every = number("moe_layer_freq", 1, low=1)
         having = frozenset(i for i in layers if i >= number("first_k_dense_replace", 0) and i % every == 0)
         biased = kind in ("glm4_moe", "deepseek_v3", "kimi_k2")
         biased = config.get("topk_method", "noaux_tc") == "noaux_tc" if biased else False

@@ -23,6 +23,8 @@ examples:
   npufleet plan placement fleet.yaml --address auto
 """
 
+MOST_SERVERS = 4096
+
 
 def add_arguments(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``placement`` to what ``plan`` can plan."""
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """
     fleet = config.from_yaml(Path(args.target))
     wanted = [requests.of(model, f"{model.name} {i}") for model in fleet.models for i in range(model.engines)]
-    topology, free = _servers(args.servers) if args.servers else _cluster(args.address)
+    topology, free = _cluster(args.address) if args.servers is None else _servers(args.servers)
     made = planner.plan_all(topology, free, wanted)
     if args.json:
         print(json.dumps([as_data(request, made[request.engine_id]) for request in wanted], indent=2))
@@ -60,12 +62,14 @@ def _servers(text: str) -> tuple[Topology, Mapping[str, int]]:
     counts: dict[str, int] = {}
     for item in text.split(","):
         kind, _, count = item.partition("=")
-        if kind not in simulated.SERVERS or not count.isdigit() or not int(count):
+        number = int(count) if count.isascii() and count.isdigit() else 0
+        if kind not in simulated.SERVERS or not 1 <= number <= MOST_SERVERS:
             known = ", ".join(simulated.SERVERS)
             raise ValueError(
-                f"--servers {item!r}: expected KIND=NUMBER with one of {known}, for example a3=4"
+                f"--servers {item!r}: expected KIND=NUMBER from 1 to {MOST_SERVERS:,} of one of {known}, for "
+                "example a3=4"
             )
-        counts[kind] = counts.get(kind, 0) + int(count)
+        counts[kind] = counts.get(kind, 0) + number
     topology = simulated.fleet(counts)
     return topology, planner.idle(topology)
 

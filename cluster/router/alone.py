@@ -11,6 +11,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from npufleet.cluster import checks
+from npufleet.cluster.addresses import netloc
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.admission.tenants import Keys, read_key_file
 from npufleet.cluster.config import DATA_PLANES
@@ -174,16 +176,39 @@ def source_of(args: argparse.Namespace, tls: Tls | None) -> EndpointSource:
     return ToldBySelf(source, args.transport, tls)
 
 
+def check(args: argparse.Namespace) -> None:
+    """See that numbers and addresses can be meant. ValueError for the first that cannot."""
+    checks.host(args.host, "--host")
+    checks.port(args.port, "--port")
+    checks.number(args.grace, "--grace", 0.0, 86400.0)
+    checks.integer(args.processes, "--processes", 1, 256)
+    checks.integer(args.envoy_workers, "--envoy-workers", 1, 256)
+    checks.collector(args.otlp_endpoint, "--otlp-endpoint")
+    if args.metrics_port is not None:
+        checks.port(args.metrics_port, "--metrics-port")
+    if args.kubernetes_api is not None:
+        checks.server(args.kubernetes_api, "--kubernetes-api")
+    if args.endpoint_picker is not None:
+        checks.address(args.endpoint_picker, "--endpoint-picker")
+    if args.engine_name is not None and args.engine_ca is None and args.engine_cert is None:
+        raise ValueError("--engine-name is of engines that speak TLS: give their --engine-ca too")
+
+
+def link_of(args: argparse.Namespace) -> Tls | None:
+    """How engines are reached; ValueError for files that cannot be used."""
+    if not (args.engine_ca or args.engine_cert or args.engine_key):
+        return None
+    made = Tls(
+        ca=args.engine_ca, certificate=args.engine_cert, key=args.engine_key, server_name=args.engine_name
+    )
+    made.context()
+    return made
+
+
 async def serve(args: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
-    tls = None
-    if args.engine_ca or args.engine_cert:
-        tls = Tls(
-            ca=args.engine_ca,
-            certificate=args.engine_cert,
-            key=args.engine_key,
-            server_name=args.engine_name,
-        )
+    check(args)
+    tls = link_of(args)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ValueError("--tls-cert and --tls-key are given together or not at all")
     own = None
@@ -240,7 +265,11 @@ async def serve(args: argparse.Namespace) -> None:
             exporter = await on_port(args.host, args.metrics_port, handle.handle.series)
             running.push_async_callback(exporter.cleanup)
         elif args.metrics_port is not None:
-            start_http_server(args.metrics_port, addr=args.host, registry=registry)
+            try:
+                start_http_server(args.metrics_port, addr=args.host, registry=registry)
+            except OSError as error:
+                where = netloc(args.host, args.metrics_port)
+                raise OSError(f"the metrics cannot listen on {where}: {error.strerror}") from error
         print(f"router listens on {handle.address}", flush=True)
         await stop.wait()
 

@@ -12,7 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import checks
+from ..doctor.finding import Level
+from ..doctor.local import free_port
 from .timing import DEFAULT_PRESET, PRESETS, DeviceTime, preset
+
+MOST_TOKENS = 1 << 30
 
 
 def add_arguments(commands: Any) -> None:
@@ -49,25 +54,39 @@ def add_arguments(commands: Any) -> None:
 
 def device_of(args: argparse.Namespace) -> DeviceTime:
     """The device that the arguments describe; ValueError for one that cannot be."""
-    if args.engines < 1:
-        raise ValueError(f"--engines must be 1 or more, got {args.engines}")
-    if args.slow <= 0:
-        raise ValueError(f"--slow must be above 0, got {args.slow:g}")
-    if args.block_size < 16 or args.block_size % 16:
+    checks.number(args.slow, "--slow", 1e-6, 1e6)
+    if checks.integer(args.block_size, "--block-size", 16, 1 << 16) % 16:
         raise ValueError(f"--block-size must be a multiple of 16, got {args.block_size}")
     device = preset(args.preset).slowed(args.slow)
-    if args.kv_tokens is not None:
-        device = replace(device, kv_tokens=args.kv_tokens)
-    if device.kv_tokens < 2 * args.block_size:
+    tokens = device.kv_tokens if args.kv_tokens is None else args.kv_tokens
+    if not 2 * args.block_size <= tokens <= MOST_TOKENS:
         raise ValueError(
-            f"--kv-tokens must be two blocks ({2 * args.block_size}) or more, got {device.kv_tokens}"
+            f"--kv-tokens must be two blocks ({2 * args.block_size}) to {MOST_TOKENS:,}, got {tokens}"
         )
-    return device
+    return replace(device, kv_tokens=tokens)
+
+
+def check(args: argparse.Namespace) -> None:
+    """See that the engines can be what they are told, and listen where. ValueError for the first thing that cannot."""
+    checks.integer(args.engines, "--engines", 1, 4096)
+    checks.integer(args.max_model_len, "--max-model-len", 1, MOST_TOKENS)
+    checks.name(args.name, "--name")
+    checks.host(args.host, "--host")
+    device_of(args)
+    if args.model is not None and not (args.model / "config.json").is_file():
+        raise ValueError(f"--model {args.model}: expected a folder with tokenizer and config.json")
+    checks.port(args.port, "--port")
+    if args.port:
+        checks.integer(args.port + args.engines - 1, "--port of the last engine", 1, 65535)
+    for number in range(args.engines if args.port else 1):
+        finding = free_port("engine", args.host, args.port + number)
+        if finding.level is Level.FAIL:
+            raise ValueError(f"--host, --port: {finding.text}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    device_of(args)  # errors first
+    check(args)  # errors first
     from ..gateway.process import GATEWAY_ENV
 
     if any(os.environ.get(name) != value for name, value in GATEWAY_ENV.items()):

@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .. import checks
 from . import facts
 from .facts import Facts
 from .model import Node
@@ -28,6 +30,7 @@ HBM = f"{PREFIX}hbm-mib"
 INTERFACE = f"{PREFIX}interface"
 ADDRESS = f"{PREFIX}npu-address."  # and the NPU's index
 MAX_VALUE = 63
+_INDEX = re.compile(r"[0-9]{1,4}")
 
 _TEXTS = {
     SUPER_POD: "super_pod",
@@ -123,9 +126,12 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split("_"):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"{text!r} is no list of NPU indices such as 0-3_6")
-        found.update(range(int(first), int(last if dash else first) + 1))
+        if not _INDEX.fullmatch(first) or (dash and not _INDEX.fullmatch(last)):
+            raise ValueError(f"{checks.shown(text)} is no list of NPU indices such as 0-3_6")
+        low, high = int(first), int(last if dash else first)
+        if high < low:
+            raise ValueError(f"{part!r} in a list of NPU indices ends before it begins")
+        found.update(range(low, high + 1))
     return tuple(sorted(found))
 
 

@@ -12,7 +12,7 @@ import pytest
 from npufleet.cluster import cli
 from npufleet.cluster.bench.replay import Objectives, Plan, replay, sum_up
 from npufleet.cluster.bench.target import Outcome, target
-from npufleet.cluster.bench.trace import conversations, tokens, write
+from npufleet.cluster.bench.trace import conversations, read, tokens, write
 
 from .router_fakes import FakeEngine, fleet
 
@@ -156,7 +156,19 @@ def test_the_report_counts_what_meets_the_objectives():
         (["none.jsonl", "--url", "grpc://h:1"], "no such trace"),
         (["TRACE", "--url", "h:1"], "neither grpc"),
         (["TRACE", "--url", "grpc://h:1", "--time-scale", "0"], "--time-scale must be above 0"),
-        (["TRACE", "--url", "grpc://h:1", "--requests", "0"], "--requests must be 1 or more"),
+        (["TRACE", "--url", "grpc://h:1", "--requests", "0"], "--requests: expected an integer from 1"),
+        (["TRACE", "--url", "grpc://h"], "neither grpc"),
+        (["TRACE", "--url", "grpc://h:99999"], "--url 'grpc://h:99999': "),
+        (["TRACE", "--url", "grpc://h:1", "--time-scale", "nan"], "--time-scale must be above 0"),
+        (["TRACE", "--url", "grpc://h:1", "--time-scale", "inf"], "--time-scale must be above 0"),
+        (["TRACE", "--url", "grpc://h:1", "--timeout", "nan"], "--timeout: expected a number"),
+        (["TRACE", "--url", "grpc://h:1", "--ttft", "0"], "--ttft must be above 0"),
+        (
+            ["TRACE", "--url", "grpc://h:1", "--json", "/absent/r.json"],
+            "--json /absent/r.json: no file can be",
+        ),
+        (["TRACE", "--url", "grpc://h:1", "--json", "/tmp"], "--json /tmp: no file can be written there"),
+        (["TRACE", "--url", "grpc://h:1", "--plot", "r.gif"], "must end with one of .svg, .png, .pdf"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, capsys, arguments, said):
@@ -164,6 +176,31 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, arguments, said):
     arguments = [str(tmp_path / "t.jsonl") if one == "TRACE" else one for one in arguments]
     assert cli.main(["bench", "replay", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("t.jsonl", b"\xff\xfe", "it is not UTF-8 text"),
+        (
+            "t.jsonl",
+            b'{"timestamp": NaN, "input_length": 1, "output_length": 1}',
+            ":1: .*a time must be a number",
+        ),
+        ("t.jsonl", b'{"timestamp": 0, "input_length": 1e12, "output_length": 1}', ":1: not a request"),
+        (
+            "t.jsonl",
+            b'{"timestamp": 0, "input_length": 999999999, "output_length": 1}',
+            ":1: .*a length must be",
+        ),
+        ("t.jsonl", b'{"timestamp": 0}', ":1: not a request of a trace: it has no 'input_length'"),
+        ("t.csv", b"a,b\n1,2\n", ":2: not a request of a trace: it has no 'TIMESTAMP'"),
+    ],
+)
+def test_a_trace_that_is_none_is_told_by_its_line(tmp_path, name, text, said):
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=said):
+        read(tmp_path / name)
 
 
 def test_the_command_reports_writes_and_plots(tmp_path, capsys):

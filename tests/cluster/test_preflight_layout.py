@@ -80,8 +80,9 @@ def test_a_node_that_an_engine_needs_must_have_the_checkpoint() -> None:
 
 def test_what_a_node_looks_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert preflight_cluster._look([], [("m", str(tmp_path))], sys.executable) == []
-    (finding,) = preflight_cluster._look([], [], "/no/python")
+    doors = (config.GatewayConfig(), config.RouterConfig())
+    assert preflight_cluster._look([], [("m", str(tmp_path))], sys.executable, *doors) == []
+    (finding,) = preflight_cluster._look([], [], "/no/python", *doors)
     with pytest.raises(ValueError, match=r"/no/python is not there; install npufleet at the same path"):
         preflight_cluster.judge(simulated.server("a2", "n"), [finding], planned=False, say=print)
 

@@ -102,10 +102,10 @@ async def start(
     registry: CollectorRegistry,
 ) -> OwnFolder:
     """Start the router and Envoy. ValueError and OSError as :func:`serve_envoy`."""
+    if args.envoy == NONE and args.envoy_folder is None:
+        raise ValueError(f"--envoy {NONE} needs the --envoy-folder that Envoy's configuration names")
     own = None if args.envoy_folder is not None else Path(tempfile.mkdtemp(prefix="npufleet-envoy-"))
     folder = own or args.envoy_folder
-    if args.envoy == NONE and own is not None:
-        raise ValueError(f"--envoy {NONE} needs the --envoy-folder that Envoy's configuration names")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     async with AsyncExitStack() as undo:
         if own is not None:

@@ -51,7 +51,11 @@ class Declared:
 def facts_of(data: object, where: str) -> Facts:
     """Return the facts that plain data declares. Raises ``ValueError`` as :meth:`Declared.look`."""
     given = checks.mapping(data, where, KEYS)
-    texts: dict[str, Any] = {name: str(given[name]) for name in _TEXTS if given.get(name) is not None}
+    texts: dict[str, Any] = {}
+    for name in _TEXTS:
+        if given.get(name) is not None:
+            number = isinstance(given[name], int) and not isinstance(given[name], bool)
+            texts[name] = checks.text(str(given[name]) if number else given[name], f"{where}: {name}")
     size = given.get("hbm_mib")
     return Facts(
         indices=_with(given, "npus", where, _indices),
