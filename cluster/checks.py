@@ -53,11 +53,6 @@ def text(value: object, where: str) -> str:
     return value
 
 
-def optional_text(value: object, where: str) -> str | None:
-    """Return None for None, else as :func:`text`."""
-    return None if value is None else text(value, where)
-
-
 def name(value: object, where: str) -> str:
     """Return ``value`` if it can name a fleet or a model deployment, else raise ``ValueError``.
 

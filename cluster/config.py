@@ -127,7 +127,10 @@ class PlacementConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HealingConfig:
-    """When an engine counts as stalled, and how long one that leaves may finish its answers; seconds."""
+    """When an engine counts as stalled, and how long one that leaves may finish its answers; seconds.
+
+    A step is one forward pass of at most ``max_num_batched_tokens`` tokens: seconds at the very most.
+    """
 
     stall_s: float = 60.0
     drain_s: float = 30.0

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 
-_HOST_PORTS = "another engine has it: set HCCL_IF_BASE_PORT or HCCL_HOST_SOCKET_PORT_RANGE"
-
 CODES = {
     "EI0001": (
         "an environment variable of HCCL has a wrong value",

@@ -18,10 +18,6 @@ BEATS = 4
 """How often an engine without tokens is asked within the time that it may stall. Rarely, because a worker that was
 asked spins for a second afterwards, ready for the next step (vLLM's shared-memory queue)."""
 
-STALL_S = 60.0
-"""An engine whose core and workers finish no step for so long is ended. A step is one forward pass of at most
-``max_num_batched_tokens`` tokens: seconds at the very most."""
-
 
 class Stalled(RuntimeError):
     """The engine makes no progress; the text says since when."""

@@ -53,11 +53,6 @@ class Board:
         """The free NPUs of a node, as a mask."""
         return self.kinds[node_id][1] if node_id in self.kinds else 0
 
-    @property
-    def free_npus(self) -> int:
-        """How many NPUs are free."""
-        return sum(mask.bit_count() for _, mask in self.kinds.values())
-
     def take(self, engine: Placed) -> None:
         """Give an engine the NPUs of its bundles."""
         used = masks(engine.bundles)

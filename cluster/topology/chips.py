@@ -27,8 +27,6 @@ _FAMILIES = (
     (re.compile(r"950\w*"), Family.A5),
 )
 RING = 8  # NPUs of an HCCS module of A2
-SUPER_POD_NPUS = 768
-"""Dies of the largest super-pod of A3: 48 nodes of 16."""
 
 
 def family_of(soc: str) -> Family | None:
