@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -12,9 +14,11 @@ from google.protobuf.message import Message
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
+from npufleet.cluster.router.hedge import HedgeSettings
+from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import METHODS, path
 
-from .router_fakes import MODEL, FakeEngine, fleet, generate_request, tokens_of
+from .router_fakes import MODEL, QUICK, FakeEngine, fleet, generate_request, tokens_of
 
 Code = grpc.StatusCode
 REFUSED = {Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.RESOURCE_EXHAUSTED, Code.FAILED_PRECONDITION}
@@ -83,14 +87,32 @@ def metadata(rng: random.Random) -> list[tuple[str, str | bytes]]:
     return rng.sample(choices, rng.randint(0, 3))
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_mutated_requests_are_refused_and_disturb_nobody(seed: int):
+def plain() -> tuple[list[FakeEngine], RouterSettings]:
+    return [FakeEngine(name=name) for name in "ab"], QUICK
+
+
+def pairs() -> tuple[list[FakeEngine], RouterSettings]:
+    """Prompts of two tokens and more are computed apart."""
+    roles = {"a": "prefill", "b": "decode"}
+    made = [FakeEngine(name=name, role=role, connector="NixlConnector") for name, role in roles.items()]
+    return made, replace(QUICK, split_tokens=2)
+
+
+def hedged() -> tuple[list[FakeEngine], RouterSettings]:
+    return plain()[0], replace(QUICK, hedging=HedgeSettings(max_tokens=8, percentile=0.5, budget=1.0))
+
+
+@pytest.mark.parametrize("kind", [plain, pairs, hedged])
+@pytest.mark.parametrize("seed", range(3))
+async def test_mutated_requests_are_refused_and_disturb_nobody(
+    seed: int, kind: Callable[[], tuple[list[FakeEngine], RouterSettings]]
+):
     rng = random.Random(seed)
-    engines = [FakeEngine(name=name) for name in "ab"]
+    engines, settings = kind()
     samples = seeds()
     codes: Counter[grpc.StatusCode] = Counter()
     wrong: list[str] = []
-    async with fleet(*engines) as f:
+    async with fleet(*engines, settings=settings) as f:
         stop = asyncio.Event()
 
         async def victim(number: int) -> int:
@@ -109,13 +131,13 @@ async def test_mutated_requests_are_refused_and_disturb_nobody(seed: int):
             for _ in range(40):
                 name = rng.choice([*METHODS, "Generate", "Generate", "Generate"])
                 raw = mutated(rng.choice(samples[name]), rng)
-                kind = f.channel.unary_stream if METHODS[name].server_streaming else f.channel.unary_unary
-                call = kind(path(name))(
+                streams = METHODS[name].server_streaming
+                call = (f.channel.unary_stream if streams else f.channel.unary_unary)(path(name))(
                     raw, metadata=metadata(rng), timeout=0.3 if name == "SubscribeKvEvents" else 20.0
                 )
                 try:
                     async with asyncio.timeout(30):
-                        if METHODS[name].server_streaming:
+                        if streams:
                             while await call.read() is not grpc.aio.EOF:
                                 pass
                         else:
