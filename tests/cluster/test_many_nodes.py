@@ -93,7 +93,8 @@ def test_groups_sit_on_the_planned_npus_and_a_new_controller_knows_it(cluster: A
     names = ids(cluster)
     state = ray_state.read()
     plan = planner.plan(state.topology, state.free(), request(4, dp=3, expert_parallel=True))
-    assert {bundle.node_id for bundle in plan.bundles} == {names["pod1"]} or len(plan.bundles) == 12
+    (home,) = {bundle.node_id for bundle in plan.bundles}
+    assert home in (names["pod0"], names["pod1"]) and len(plan.bundles) == 12, "experts stay in one super-pod"
     made = make(plan)
     try:
         after = ray_state.read()

@@ -117,6 +117,7 @@ class FakeRay:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **ends: Exception | None) -> None:
         self.ends = ends
+        self.asked: list[str] = []
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
 
@@ -125,6 +126,7 @@ class FakeRay:
         return ended, [ref for ref in refs if ref not in ended]
 
     def _get(self, refs: list[str]) -> None:
+        self.asked += refs
         error = self.ends[refs[0]]
         if error is not None:
             raise error
@@ -135,8 +137,9 @@ def failed(cause: Exception) -> RayTaskError:
 
 
 def test_all_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeRay(monkeypatch, a=None, b=None)
+    fake = FakeRay(monkeypatch, a=None, b=None)
     ranks._await(["a", "b"])
+    assert fake.asked == ["a", "b"]
 
 
 def test_the_rank_that_did_wrong_is_named_not_the_first_that_fell(monkeypatch: pytest.MonkeyPatch) -> None:
