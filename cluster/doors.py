@@ -21,6 +21,12 @@ def check(gateway: GatewayConfig, router: RouterConfig) -> None:
                 door.tls.check()
             except ValueError as error:
                 raise ValueError(f"{name}.tls: {error}") from error
+    if router.engine_tls is not None:
+        try:
+            router.engine_tls.engine()
+            router.engine_tls.router().context()
+        except ValueError as error:
+            raise ValueError(f"router.engine_tls: {error}") from error
     if router.secret is not None:
         try:
             read_secret(router.secret)

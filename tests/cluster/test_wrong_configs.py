@@ -82,6 +82,12 @@ LOCAL: dict[str, tuple[Wrong, str]] = {
         lambda f: fleet(f, gateway={"port": 0, "tls": {"certificate": "/absent", "key": "/absent"}}),
         "gateway.tls: the TLS files cannot be used (/absent, /absent): ",
     ),
+    "no certificate for engines": (
+        lambda f: fleet(
+            f, router={"port": 0, "engine_tls": {"ca": "/absent", "certificate": "/absent", "key": "/absent"}}
+        ),
+        "router.engine_tls: the TLS files cannot be used",
+    ),
     "no keys": (lambda f: fleet(f, router={"port": 0, "api_keys": "/absent"}), "router.api_keys: cannot read /absent"),
     "a short secret": (
         lambda f: fleet(f, router={"port": 0, "secret": written(f / "secret", "abc")}), "has 3 bytes; at least 32",
