@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from . import local
-from .engine import orphan
+from .engine import orphan, sockets
 
 GRACE_S = 3.0  # for the fleet's processes to end by themselves
 
@@ -97,6 +97,7 @@ def clean_up(told: dict[str, Any]) -> None:
             process.kill()
     psutil.wait_procs(alive, timeout=GRACE_S)
     orphan.remove(told.get("shared", ()))
+    sockets.tidy()
     local.remove_folder(Path(told["folder"]))
     Path(told["record"]).unlink(missing_ok=True)
 

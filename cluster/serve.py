@@ -24,7 +24,7 @@ from .app import APPLICATION, CONTROLLER, assemble, submit
 from .caretaker import Caretaker
 from .config import FleetConfig
 from .deploy.wish import Wish
-from .engine import orphan
+from .engine import orphan, sockets
 from .lifeline import Lifeline, end_children, shared_by_children
 from .status import how_to_talk, progress_line
 from .targets import Target, resolve
@@ -329,6 +329,7 @@ class _Fleet:
                 if not keep_logs:
                     local.remove_folder(self.ray.folder)
             orphan.remove(self.shared)
+            sockets.tidy()
             for title in stubborn:
                 self.console.say(f"had to kill: {title}")
             clean = not stubborn

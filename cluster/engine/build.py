@@ -7,13 +7,10 @@ process's environment, so they are set here for the whole process.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import importlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 from .. import env
@@ -22,7 +19,7 @@ from ..placement import ray_state
 from ..placement.plan import Plan
 from ..placement.ports import hccl_bases
 from ..placement.rank_table import rank_table
-from . import membership, worker_launch
+from . import membership, sockets, worker_launch
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -118,8 +115,8 @@ def _kv_events(model: ModelConfig, plan: Plan) -> Any:
     """Return the settings that make vLLM publish its KV events to the engine's own service, or None where it
     shall not. Each data-parallel rank has sockets of its own, of which vLLM tells its front end.
 
-    Unix sockets in a folder of this user's, so that nothing listens on the network; free ports of their nodes'
-    own addresses, as the ranks' other sockets are, where ranks sit on several nodes.
+    Unix sockets in the engine's folder, so that nothing listens on the network; free ports of their nodes' own
+    addresses, as the ranks' other sockets are, where ranks sit on several nodes.
     """
     from vllm.config.kv_events import KVEventsConfig
 
@@ -128,9 +125,8 @@ def _kv_events(model: ModelConfig, plan: Plan) -> Any:
     events = replay = "tcp://*:0"
     if model.data_parallel_size == 1 or len({bundle.node_id for bundle in plan.bundles}) == 1:
         # A rank beyond the first appends its number to an address with "inproc" in it, and refuses other files.
-        folder = tempfile.mkdtemp(prefix="npufleet-kv-inproc-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        folder = os.environ[sockets.BASE]
+        events, replay = f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay"
     return KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint=events, replay_endpoint=replay
     )
@@ -162,7 +158,11 @@ def _worker_environment(plan: Plan, more: dict[str, str]) -> Any:
 
     device = os.environ.get(env.DEVICE)
     return RuntimeEnv(
-        env_vars={**({env.DEVICE: device} if device else {}), **more},
+        env_vars={
+            sockets.BASE: os.environ[sockets.BASE],
+            **({env.DEVICE: device} if device else {}),
+            **more,
+        },
         py_executable=worker_launch.command(sys.executable, _hccl_ports(plan)),
     )
 

@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
-from . import orphan, title
+from . import orphan, sockets, title
 from .causes import tell_failures
 from .membership import join
 from .phased import name_of
@@ -26,7 +26,7 @@ class FleetExecutor(RayExecutorV2):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._shared: list[str] = []
-        orphan.die_with_parent(lambda: orphan.remove(self._shared))
+        orphan.die_with_parent(self._last_act)
         tell_failures(announce_failure)
         announce(StartPhase.PROCESSES)
         title.show(envs.VLLM_PROCESS_NAME_PREFIX)
@@ -38,6 +38,10 @@ class FleetExecutor(RayExecutorV2):
         here = {path for host, paths, _ in answers if host == socket.gethostname() for path in paths}
         self._shared = sorted(here.union(orphan.shared_memory()))
         announce_shared(self._shared)
+
+    def _last_act(self) -> None:
+        orphan.remove(self._shared)
+        sockets.remove()
 
 
 def _about_worker(worker: Any) -> tuple[str, list[str], str]:

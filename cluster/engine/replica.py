@@ -33,7 +33,7 @@ from ..metrics import exporter
 from ..placement import group as placement_group
 from ..placement.plan import Bundle, Plan
 from ..secret import fleet_secret
-from . import last_words, orphan, pulse
+from . import last_words, orphan, pulse, sockets
 from .build import preload, start
 from .causes import Cause, StartFailed
 from .client import GOODBYE_TIMEOUT_S, ControllerClient
@@ -89,6 +89,7 @@ class Engine:
         self._places: tuple[str, ...] = ()
         self._server: Any = None
         self._shared: list[str] = []  # shared memory of the engine's processes
+        self._sockets = sockets.make()
         started = False
         try:
             await self._start(config.metrics.host, factory)
@@ -253,6 +254,7 @@ class Engine:
         await self._controller.died(self.dead)
         await asyncio.sleep(LAST_WORDS_S)
         orphan.remove(self._shared)
+        sockets.end(self._sockets)
         os._exit(1)  # no way back: exit handlers would wait for the dead
 
     async def check_health(self) -> None:
@@ -300,6 +302,7 @@ class Engine:
                 await asyncio.to_thread(placement_group.remove, self._group)
             self._group = None
         orphan.remove(self._shared)
+        sockets.end(self._sockets)
 
 
 def _place_of(bundle: Bundle, told: str) -> str:

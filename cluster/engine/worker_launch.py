@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from .. import env
+from . import sockets
 
 SEPARATOR = "--"
 ADDRESS_FLAG = "--node-ip-address="
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     ports = dict(entry.rsplit("=", 1) for entry in told)
     for name, value in environment(address, interface_of(address), ports.get(address)).items():
         os.environ.setdefault(name, value)
+    sockets.make_on_other_node()
     if table := os.environ.get(env.RANK_TABLE):
         os.environ.setdefault(RANK_TABLE_FILE, str(write_rank_table(table)))
     os.execv(sys.executable, [sys.executable, *worker])

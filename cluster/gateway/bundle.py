@@ -9,8 +9,9 @@ import shutil
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from .folder import Folder
+from ..folder import Folder
 
+PREFIX = "npufleet-gateway-"
 MAX_UNPACKED_BYTES = 1 << 30
 _FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 _WEIGHTS = (".safetensors.index.json", ".bin.index.json")
@@ -51,7 +52,7 @@ def make_folder(source: str | None, archive: bytes | None) -> Folder:
     The weights' quantization is taken out of config.json: no weight is loaded here, and vLLM would check a
     format for NPUs against the CPU.
     """
-    folder = Folder()
+    folder = Folder(PREFIX)
     with contextlib.ExitStack() as undo:
         undo.callback(folder.close)
         if archive is not None:

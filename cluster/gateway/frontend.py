@@ -24,11 +24,11 @@ from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
+from ..folder import Folder
 from ..router.picker import Picker, RequestInfo
 from .bundle import make_folder
 from .client import FleetClient
 from .engines import fetch_model_info, fetch_tokenizer
-from .folder import Folder
 from .metrics import GatewayMetrics, ModelStats
 from .plain import PlainChat, PlainCompletion
 from .settings import GatewaySettings, ModelSpec

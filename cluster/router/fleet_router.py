@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -15,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from npufleet.cluster.admission.tenants import Keys, read_key_file
 from npufleet.cluster.config import RouterConfig
 from npufleet.cluster.endpoints import EndpointSource
+from npufleet.cluster.folder import Folder
 from npufleet.cluster.router.envoy.server import EnvoyHandle, serve_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings
 from npufleet.cluster.router.lookaside.tokens import read_secret
@@ -83,10 +81,10 @@ async def start_router(
     async with AsyncExitStack() as parts:
         exporter = None
         if config.data_plane == "envoy":
-            folder = Path(tempfile.mkdtemp(prefix="npufleet-envoy-"))
-            parts.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = Folder("npufleet-envoys-")
+            parts.callback(folder.close)
             asked = EnvoySettings(
-                folder=folder,
+                folder=folder.path,
                 host=config.host,
                 port=config.port,
                 router=settings,

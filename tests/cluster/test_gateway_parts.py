@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from npufleet.cluster.folder import Folder
 from npufleet.cluster.gateway.bundle import make_folder
 from npufleet.cluster.gateway.dispatch import Dispatcher
-from npufleet.cluster.gateway.folder import Folder
 from npufleet.cluster.gateway.frontend import parse_args
 from npufleet.cluster.gateway.http import HttpError, model_in, respond
 from npufleet.cluster.gateway.metrics import GatewayMetrics
@@ -170,9 +170,9 @@ def test_a_checkpoint_directory_is_copied_without_weights(tmp_path: Path) -> Non
 
 HOLDER = """
 import sys, time
-from npufleet.cluster.gateway.folder import Folder
+from npufleet.cluster.folder import Folder
 
-print(Folder().path, flush=True)
+print(Folder('npufleet-x-').path, flush=True)
 time.sleep(600)
 """
 
@@ -186,10 +186,10 @@ def test_a_killed_gateways_folder_goes_with_the_next_start(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder:
         assert holder.stdout is not None
         held = Path(holder.stdout.readline().strip())
-        mine = Folder()
+        mine = Folder("npufleet-x-")
         assert held.is_dir(), "the folder of a living process was removed"
         holder.kill()
-    other = Folder()
+    other = Folder("npufleet-x-")
     assert not held.exists()
     assert mine.path.is_dir()
     for folder in (mine, other):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
 import socket
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 from npufleet.cluster.addresses import netloc
 from npufleet.cluster.controller.wire import snapshot_to_dict
 from npufleet.cluster.endpoints import EndpointSource, Snapshot
+from npufleet.cluster.folder import Folder
 from npufleet.cluster.router.processes.metrics import collect
 from npufleet.cluster.router.processes.setup import Setup
 from npufleet.cluster.router.processes.shares import ShareTable, Slots, create
@@ -40,7 +39,8 @@ class RouterProcesses:
         self._setup = setup
         self._number = number
         self._first = first
-        self._folder = Path(tempfile.mkdtemp(prefix="npufleet-router-"))
+        self._own = Folder("npufleet-routers-")
+        self._folder = self._own.path
         self._rows = first + number
         self._shares = self._folder / "shares"
         create(self._shares, self._rows)
@@ -90,7 +90,7 @@ class RouterProcesses:
         await asyncio.gather(*(self._end(child, grace) for child in self._children.values()))
         if self._held is not None:
             self._held.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._own.close()
 
     async def metrics(self) -> bytes:
         """The series of all processes in the format of Prometheus, with the label ``process``."""

@@ -9,8 +9,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "npufleet-gateway-"
-
 
 class Folder:
     """A new temporary folder, locked as long as its process lives.
@@ -20,14 +18,20 @@ class Folder:
     say nothing.
     """
 
-    def __init__(self) -> None:
-        remove_left_behind()
+    def __init__(self, prefix: str, within: Path | None = None) -> None:
+        """Make one whose name begins with ``prefix``, in ``within`` or the folder for temporary files."""
+        remove_left_behind(prefix, within)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=within))
             lock = _lock(self.path, fcntl.LOCK_EX)
             if lock is not None:  # otherwise somebody tidied up before it was locked
                 self._lock: int | None = lock
                 return
+
+    def keep(self) -> None:
+        """Hold the lock also in the program that this process becomes next."""
+        if self._lock is not None:
+            os.set_inheritable(self._lock, True)
 
     def close(self) -> None:
         """Remove it; a second time does nothing."""
@@ -37,9 +41,9 @@ class Folder:
             self._lock = None
 
 
-def remove_left_behind() -> None:
+def remove_left_behind(prefix: str, within: Path | None = None) -> None:
     """Remove the folders of processes that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in (within or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
