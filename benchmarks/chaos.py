@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -252,6 +253,25 @@ def leftovers(address: str, wanted: int) -> list[str]:
     return [] if len(names) == wanted else [f"{len(names)} placement groups for {wanted} engines: {names}"]
 
 
+def forgotten(temporary: Path) -> list[str]:
+    """What lies among the temporary files of all hosts that no living process holds: sockets, folders of the fleet."""
+    unheld = [path for path in sorted(temporary.glob("npufleet-*")) if path.is_dir() and is_unlocked(path)]
+    loose = [path for path in sorted(temporary.iterdir()) if path.is_socket()]
+    return [f"among the temporary files: {path.name}" for path in unheld + loose]
+
+
+def is_unlocked(path: Path) -> bool:
+    """Whether no process holds the lock of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def remains(family: list[psutil.Process], shared: set[str], ports: dict[str, int]) -> list[str]:
     """What is left of the fleet after its hosts were ended: processes, shared memory, ports."""
     time.sleep(3.0)
@@ -330,6 +350,7 @@ async def attack(
         except TimeoutError as error:
             problems.append(str(error))
         problems += await asyncio.to_thread(leftovers, hosts.address, args.engines)
+        problems += forgotten(hosts.temporary)
         chaos.look()
         family = [process for host in hosts.all for process in host.family]
     problems += remains(family, chaos.shared, ports)

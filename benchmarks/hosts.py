@@ -71,6 +71,7 @@ class Hosts:
     def __enter__(self) -> Hosts:
         self.port = free_port()
         (self.folder / "token").write_text(secrets.token_hex(32))
+        self.temporary.mkdir()
         with contextlib.ExitStack() as undo:
             undo.callback(self._remove_folder)
             undo.callback(_restore, {name: os.environ.get(name) for name in self.environment()})
@@ -94,6 +95,11 @@ class Hosts:
         return [self.head, *self.hosts]
 
     @property
+    def temporary(self) -> Path:
+        """Where everything on the hosts keeps its temporary files."""
+        return self.folder / "tmp"
+
+    @property
     def address(self) -> str:
         """host:port of the cluster."""
         return f"{self.head.address}:{self.port}"
@@ -101,6 +107,7 @@ class Hosts:
     def environment(self) -> dict[str, str]:
         """What processes need to use the cluster; also puts the head's state into RocksDB."""
         return {
+            "TMPDIR": str(self.temporary),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
             "RAY_gcs_storage": "rocksdb",
