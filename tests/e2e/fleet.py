@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,15 @@ def kill(process: psutil.Process) -> None:
     """kill -9, and see it gone."""
     process.kill()
     eventually(f"process {process.pid} is gone", 30.0, lambda: gone(process))
+
+
+def sockets(processes: Iterable[psutil.Process]) -> set[Path]:
+    """The unix sockets in the file system that the processes have bound."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found |= {Path(entry.laddr) for entry in process.net_connections("unix") if entry.laddr}
+    return {path for path in found if path.exists()}
 
 
 def gone(process: psutil.Process) -> bool:

@@ -7,7 +7,7 @@ import openai
 import psutil
 import pytest
 
-from .fleet import CONTROLLER, CORE, ENGINE, MODEL, ROUTER, WORKER, Fleet, eventually, gone, kill
+from .fleet import CONTROLLER, CORE, ENGINE, MODEL, ROUTER, WORKER, Fleet, eventually, gone, kill, sockets
 from .load import Load
 
 
@@ -23,6 +23,8 @@ def test_an_engine_dies_under_load(fleet: Fleet, client: openai.OpenAI, victim: 
     core = cores_of(fleet)[0]
     engine = psutil.Process(core.ppid())
     worker = next(p for p in fleet.processes(WORKER))
+    files = sockets([engine, core])
+    assert files, "an engine and its core meet at sockets"
     load = Load(client, 4)
     kill({"worker": worker, "core": core, "engine": engine}[victim])
     whole, broken = load.wait()
@@ -33,6 +35,7 @@ def test_an_engine_dies_under_load(fleet: Fleet, client: openai.OpenAI, victim: 
     assert answer.choices[0].text, "the fleet answers meanwhile"
     if victim != "worker":
         eventually("nothing of the dead engine lives on", 60.0, lambda: gone(core) and gone(engine))
+        assert [path for path in files if path.exists()] == []
     fleet.whole()
     after = {engine["engine_id"] for engine in fleet.status()["engines"]}
     assert len(after & before) == 1

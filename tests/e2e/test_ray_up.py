@@ -32,6 +32,7 @@ from .fleet import START_S, eventually
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy" / "ray"
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+HOME = Path("/root")
 NAMES = ("head", "one", "two")
 CHIP = "Ascend910B3"
 
@@ -40,6 +41,13 @@ pytestmark = [
     pytest.mark.skipif(not os.path.exists(SSHD) or not shutil.which("rsync"), reason="needs sshd and rsync"),
     pytest.mark.skipif(not namespaces.permitted(), reason="needs network namespaces"),
 ]
+
+
+def _kept(home: Path) -> list[str]:
+    """Commands that put into a server's home what the tests need and this user has at home, Python for example."""
+    needed = {Path(path).resolve() for path in (sys.base_prefix, sys.prefix, ROOT, env.home())}
+    inside = [(path, home / path.relative_to(HOME)) for path in needed if path.is_relative_to(HOME)]
+    return [f"mkdir -p {there} && mount --rbind {path} {there}" for path, there in sorted(inside)]
 
 
 class Site:
@@ -74,8 +82,8 @@ class Site:
             subprocess.run(["ssh-keygen", "-q", "-t", host_key, "-N", "", "-f", path], check=True)
         serve = f"exec {SSHD} -D -e -o UsePAM=no -o StrictModes=no -o PidFile=none -o PermitRootLogin=yes"
         serve += f" -h {self.folder}/{name}_rsa -h {self.folder}/{name}_ed25519"
-        own = f"mount --bind {home} /root && mount -t tmpfs none /var/tmp && mkdir /var/tmp/{name}"
-        boot = f"mkdir -p /run/sshd && {own} && {serve}"
+        own = f"mount --rbind {home} {HOME} && mount -t tmpfs none /var/tmp && mkdir /var/tmp/{name}"
+        boot = " && ".join(["mkdir -p /run/sshd", *_kept(home), own, serve])
         inner = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "bash", "-c", boot]
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(

@@ -12,7 +12,7 @@ import pytest
 
 from npufleet.cluster import runs
 
-from .fleet import Fleet, gone
+from .fleet import Fleet, gone, sockets
 from .load import Load
 
 
@@ -37,6 +37,7 @@ def test_a_stop_lets_answers_end_and_leaves_nothing(fleet: Fleet, client: openai
     assert len(family) > 8
     memory = shared_memory(family)
     assert memory, "engines speak to their workers through shared memory"
+    files = sockets(family)
     ports = {fleet.http, fleet.grpc, fleet.metrics}
     ports |= {int(engine["address"].rsplit(":", 1)[1]) for engine in fleet.status()["engines"]}
 
@@ -48,6 +49,7 @@ def test_a_stop_lets_answers_end_and_leaves_nothing(fleet: Fleet, client: openai
     assert "had to kill" not in fleet.said()
     assert [process.pid for process in family if not gone(process)] == []
     assert [path for path in memory if path.exists()] == []
+    assert [path for path in files if path.exists()] == []
     assert not folder.exists()
     with pytest.raises(ValueError, match="no fleet named"):
         runs.find(fleet.name)
