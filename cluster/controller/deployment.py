@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,13 +23,13 @@ from ..endpoints import EngineState
 from ..metrics import discovery
 from .autoscale import Autoscaler
 from .changes import Changes
-from .drains import left_to_serve, nodes_of, step
+from .drains import left_to_serve, must_move, nodes_of, step
 from .gone import closed
 from .health import Health
 from .http import ControllerHttp
 from .outcome import Look
 from .placer import Placer, nodes
-from .progress import ENDED, EngineProgress, Phase, ProgressBoard
+from .progress import ENDED, STARTING, EngineProgress, Phase, ProgressBoard
 from .registry import EXPIRY_S, HEARTBEAT_S, Registry
 from .room import room, without
 from .status import status
@@ -142,19 +143,20 @@ class Controller:
         there = [e.engine_id for e in self.registry.snapshot().endpoints if found[0] in nodes_of(e)]
         return {"engines": [] if undo else there}
 
-    async def place(self, engine_id: str, model: str) -> dict[str, Any]:
-        """Plan one engine and hold the NPUs for it; see :meth:`Placer.place`.
+    async def place(self, engine_id: str, model: str, home: str = "") -> dict[str, Any]:
+        """Plan one engine, whose process sits on the node ``home``, and hold the NPUs for it; see :meth:`Placer.place`.
+        ``{"elsewhere": why}`` if its process has to start on another node first.
 
         Nodes come and go, and may come later than the fleet (after `ray up`, on Kubernetes), so an engine is not told
         "never", and if its model has run it may wait (``wait``) without end. One that a change brings has to fail, or
         the change could not be undone.
         """
-        answer = await self._place(engine_id, model)
+        answer = await self._place(engine_id, model, home)
         if "refused" in answer and not self.changes.busy:
             return {**answer, "never": False, "wait": model in self._proven}
         return answer
 
-    async def _place(self, engine_id: str, model: str) -> dict[str, Any]:
+    async def _place(self, engine_id: str, model: str, home: str) -> dict[str, Any]:
         seconds, why = self.health.wait(model)
         if seconds:
             return {"refused": why, "never": False}
@@ -163,9 +165,11 @@ class Controller:
                 state = await self._ray.now()
             except HeadAway as error:
                 return {"refused": str(error), "never": False}
-            return self.placer.place(
-                without(state, self.health.fenced(), self.changes.wish.cordoned), engine_id, model
-            )
+            cordoned = self.changes.wish.cordoned
+            stay = {node.node_id for node in state.topology.nodes if node.npus} - state.draining
+            if must_move(home, cordoned, stay):
+                return {"elsewhere": "the node of its process is to be emptied"}
+            return self.placer.place(without(state, self.health.fenced(), cordoned), engine_id, model)
 
     async def report(
         self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float],
@@ -282,7 +286,8 @@ class Controller:
         moved = left_to_serve(endpoints, draining)
         there = [endpoint for endpoint in endpoints if endpoint not in moved]
         room = await self._room(wish)
-        made = step({*wish.cordoned, *draining}, there, wish.engines, wish.lent, room)
+        starting = Counter(entry.model for entry in self.progress.all() if entry.phase in STARTING)
+        made = step({*wish.cordoned, *draining}, there, wish.engines, wish.lent, room, starting)
         for engine_id in made.engines:
             self.placer.leaving[engine_id] = "its node is to be emptied"
         if made.scale:

@@ -35,12 +35,26 @@ def left_to_serve(endpoints: Iterable[EngineEndpoint], draining: Iterable[str]) 
     return tuple(endpoint for endpoint in endpoints if endpoint.node_id in shut)
 
 
+def must_move(home: str, cordoned: Iterable[str], nodes: Iterable[str]) -> bool:
+    """Say whether an engine that starts had better start on another node than ``home``, because a user empties that
+    one. Ray knows nothing of it, and Serve starts processes there as anywhere.
+
+    Args:
+        home: id of the node of the engine's process.
+        cordoned: ids of the nodes that users empty.
+        nodes: ids of all nodes that Ray does not take away.
+    """
+    shut = set(cordoned)
+    return home in shut and bool(set(nodes) - shut)
+
+
 def step(
     cordoned: Iterable[str],
     endpoints: Iterable[EngineEndpoint],
     wanted: Mapping[str, int],
     lent: Iterable[str],
     room: Mapping[str, int],
+    starting: Mapping[str, int],
 ) -> Leave:
     """Return what to do next.
 
@@ -50,6 +64,8 @@ def step(
         wanted: by model, how many engines there shall be, the lent one included.
         lent: models that were given one engine more for a drain.
         room: by model, how many engines find NPUs on other nodes now.
+        starting: by model, how many engines start. A loan ends when one starts in place of the engine that has left:
+            Serve knows by then that that one is gone, and takes away one that starts before one that answers.
     """
     closed, there = set(cordoned), list(endpoints)
     leave: list[str] = []
@@ -59,7 +75,7 @@ def step(
         ready = [endpoint for endpoint in own if endpoint.state is EngineState.READY]
         inside = [endpoint for endpoint in ready if nodes_of(endpoint) & closed]
         if not inside:
-            if model in lent and len(own) == len(ready) >= count:
+            if model in lent and len(own) == len(ready) >= count - starting.get(model, 0) and ready:
                 scale[model] = -1
         elif len(own) > len(ready) or len(ready) < count:
             continue  # one is leaving, or starting in its stead

@@ -17,6 +17,7 @@ class Phase(StrEnum):
     REFUSED = "refused"  # failed, and every other try would fail the same way
 
 
+STARTING = (Phase.PLACING, Phase.LOADING)
 ENDED = (Phase.FAILED, Phase.REFUSED)
 
 REPEAT_S = 5.0

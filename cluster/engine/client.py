@@ -29,9 +29,9 @@ class ControllerClient:
         self._model = model
         self._generation = generation
 
-    async def place(self) -> dict[str, Any]:
-        """Ask for NPUs; a controller that does not answer is a refusal for now."""
-        call = self._controller.place.remote(self._engine_id, self._model)
+    async def place(self, home: str) -> dict[str, Any]:
+        """Ask for NPUs, from the node ``home``; a controller that does not answer is a refusal for now."""
+        call = self._controller.place.remote(self._engine_id, self._model, home)
         answer = await self._answer(call, ASK_TIMEOUT_S)
         return answer or {"refused": "the controller does not answer", "never": False, "wait": True}
 

@@ -204,9 +204,17 @@ class Engine:
 
     async def _place(self) -> tuple[Plan, str]:
         """Ask for NPUs until there are some; what is missing shows in the status meanwhile."""
+        import ray
+
+        home = ray.get_runtime_context().get_node_id()
         deadline = time.monotonic() + PLACE_TIMEOUT_S
         while True:
-            answer = await self._controller.place()
+            answer = await self._controller.place(home)
+            if why := answer.get("elsewhere"):
+                logger.warning("engine %s starts on another node: %s", self.engine_id, why)
+                await self._controller.unregister()
+                await self._release()
+                os._exit(0)  # Serve starts the next one
             refused = answer.get("refused")
             if refused is None:
                 places = enumerate(zip(answer["nodes"], answer["npus"], strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from npufleet.cluster import config
-from npufleet.cluster.controller.drains import Leave, left_to_serve, nodes_of, step
+from npufleet.cluster.controller.drains import Leave, left_to_serve, must_move, nodes_of, step
 from npufleet.cluster.controller.placer import nodes
 from npufleet.cluster.controller.room import room, without
 from npufleet.cluster.deploy.wish import Wish
@@ -30,27 +30,39 @@ def test_an_engine_needs_the_nodes_of_its_workers_and_its_own() -> None:
 
 def test_one_of_two_leaves_then_the_other_when_a_new_one_is_ready() -> None:
     two = [engine("1", "a"), engine("2", "a")]
-    assert step(["a"], two, {"m": 2}, (), {"m": 2}) == Leave(engines=("1",))
+    assert step(["a"], two, {"m": 2}, (), {"m": 2}, {}) == Leave(engines=("1",))
     going = [engine("1", "a", state=EngineState.DRAINING), two[1]]
-    assert step(["a"], going, {"m": 2}, (), {"m": 2}) == Leave()
-    assert step(["a"], [two[1]], {"m": 2}, (), {"m": 1}) == Leave(), "its successor is still starting"
-    assert step(["a"], [two[1], engine("3", "b")], {"m": 2}, (), {"m": 1}) == Leave(engines=("2",))
-    assert step(["a"], [engine("3", "b"), engine("4", "b")], {"m": 2}, (), {}) == Leave()
+    assert step(["a"], going, {"m": 2}, (), {"m": 2}, {}) == Leave()
+    assert step(["a"], [two[1]], {"m": 2}, (), {"m": 1}, {}) == Leave(), "its successor is still starting"
+    assert step(["a"], [two[1], engine("3", "b")], {"m": 2}, (), {"m": 1}, {}) == Leave(engines=("2",))
+    assert step(["a"], [engine("3", "b"), engine("4", "b")], {"m": 2}, (), {}, {}) == Leave()
 
 
 def test_the_only_engine_is_lent_another_one_first_and_the_loan_ends() -> None:
     one = engine("1", "a")
-    assert step(["a"], [one], {"m": 1}, (), {"m": 1}) == Leave(scale={"m": 1})
+    assert step(["a"], [one], {"m": 1}, (), {"m": 1}, {}) == Leave(scale={"m": 1})
     lent = ("m",)
-    assert step(["a"], [one], {"m": 2}, lent, {"m": 0}) == Leave()
-    assert step(["a"], [one, engine("2", "b")], {"m": 2}, lent, {}) == Leave(engines=("1",))
-    assert step(["a"], [engine("2", "b"), engine("3", "b")], {"m": 2}, lent, {}) == Leave(scale={"m": -1})
-    assert step(["a"], [one], {"m": 1}, (), {"m": 0}) == Leave(engines=("1",)), "nowhere to go"
+    assert step(["a"], [one], {"m": 2}, lent, {"m": 0}, {}) == Leave()
+    assert step(["a"], [one, engine("2", "b")], {"m": 2}, lent, {}, {}) == Leave(engines=("1",))
+    going = engine("1", "a", state=EngineState.DRAINING)
+    assert step(["a"], [going, engine("2", "b")], {"m": 2}, lent, {}, {"m": 1}) == Leave()
+    assert step(["a"], [engine("2", "b")], {"m": 2}, lent, {}, {}) == Leave(), (
+        "Serve may not know that it is gone"
+    )
+    assert step(["a"], [engine("2", "b")], {"m": 2}, lent, {}, {"m": 1}) == Leave(scale={"m": -1})
+    assert step(["a"], [engine("2", "b"), engine("3", "b")], {"m": 2}, lent, {}, {}) == Leave(scale={"m": -1})
+    assert step(["a"], [one], {"m": 1}, (), {"m": 0}, {}) == Leave(engines=("1",)), "nowhere to go"
+
+
+def test_an_engine_starts_elsewhere_if_there_is_another_node() -> None:
+    assert must_move("a", ["a"], ["a", "b"])
+    assert not must_move("b", ["a"], ["a", "b"])
+    assert not must_move("a", ["a"], ["a"]) and not must_move("a", ["a", "b"], ["a", "b"])
 
 
 def test_models_do_not_wait_for_each_other() -> None:
     there = [engine("1", "a"), engine("2", "b"), engine("3", "a", model="n"), engine("4", "b", model="n")]
-    assert step(["a"], there, {"m": 2, "n": 2}, (), {}) == Leave(engines=("1", "3"))
+    assert step(["a"], there, {"m": 2, "n": 2}, (), {}, {}) == Leave(engines=("1", "3"))
 
 
 def test_the_wish_keeps_cordons_and_loans() -> None:
@@ -68,10 +80,10 @@ def test_serve_moves_what_sits_on_a_node_that_ray_takes_away_and_the_controller_
 ):
     sits, works, apart = engine("1", "a"), engine("2", "b", "a"), engine("3", "c")
     assert left_to_serve([sits, works, apart], ["a"]) == (sits,)
-    assert step(["a"], [works, apart], {"m": 3}, (), {"m": 1}) == Leave(), (
+    assert step(["a"], [works, apart], {"m": 3}, (), {"m": 1}, {}) == Leave(), (
         "Serve's new engine is not there yet"
     )
-    assert step(["a"], [works, apart, engine("4", "c")], {"m": 3}, (), {}) == Leave(engines=("2",))
+    assert step(["a"], [works, apart, engine("4", "c")], {"m": 3}, (), {}, {}) == Leave(engines=("2",))
 
 
 def test_closed_npus_are_no_room() -> None:

@@ -203,6 +203,14 @@ async def test_an_engine_of_a_model_that_has_run_waits_for_lost_nodes(
         await world.start(Controller({**waiting, "wait": False}, ROOM))
 
 
+async def test_an_engine_ends_at_once_where_it_could_not_stay(world: World) -> None:
+    controller = Controller({"elsewhere": "the node is to be emptied"}, ROOM)
+    engine = await world.start(controller)  # goes on here, because the end of the process is not real
+    assert world.exits == [0] and controller.said("unregister")
+    assert [args[2] for args in controller.said("place")] == ["n0", "n0"]
+    await engine.__del__()
+
+
 async def test_a_request_that_never_fits_fails_at_once(world: World) -> None:
     controller = Controller({"refused": "too large", "never": True})
     with pytest.raises(RuntimeError, match="too large"):
