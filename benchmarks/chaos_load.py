@@ -117,7 +117,7 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: str, toke
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:200]
                 kind = Refused if response.status_code == 503 else Lost
-                raise kind(f"HTTP {response.status_code}" if kind is Refused else text)
+                raise kind(f"HTTP {response.status_code}: {text}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue

@@ -72,7 +72,7 @@ def _begin(line_to: connect.ControllerLine, args: argparse.Namespace) -> int:
         if start_failure.hopeless(status["progress"]):
             print(f"npufleet: {start_failure.why(status['progress'])}", file=sys.stderr)
             return 1
-        if all(model["ready"] >= model["wanted"] for model in status["models"]):
+        if all(m["ready"] >= m["wanted"] for m in status["models"]) and line_to.front_is_up():
             print(f"fleet {wish.config.name} is up")
             return 0
     return 0

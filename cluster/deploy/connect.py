@@ -48,6 +48,20 @@ class ControllerLine:
         app.submit(application)
         self.fleet_runs = True
 
+    def front_is_up(self) -> bool:
+        """Whether router and gateway answer; False while Serve does not say."""
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+        from ray.serve.schema import DeploymentStatus
+
+        try:
+            application = serve.status().applications.get(APPLICATION)
+        except (RayError, RayServeException, TimeoutError):
+            return False
+        front = application.deployments.get(app.ROUTER) if application else None
+        return front is not None and front.status == DeploymentStatus.HEALTHY
+
     def ask(self, method: str, *args: Any) -> Any:
         """Return the answer of the controller's ``method``.
 
