@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.serve.schema import DeploymentStatus
 
 from npufleet.cluster import config
 from npufleet.cluster.app import assemble
+from npufleet.cluster.deploy import connect
 from npufleet.cluster.deploy.plan import Kind, render, steps
 from npufleet.cluster.deploy.wish import Wish, generation
 
@@ -134,3 +137,23 @@ def test_serve_restarts_only_what_changed() -> None:
     assert second["Engine:b"][0] != first["Engine:b"][0] and second["Engine:b"][2] == 50
     asleep = wish(model("a")).resized("a", 0)
     assert "Engine:a" not in versions(asleep)
+
+
+@pytest.mark.parametrize(
+    ("deployments", "up"),
+    [
+        ({}, False),
+        ({"Router": DeploymentStatus.UPDATING}, False),
+        ({"Router": DeploymentStatus.HEALTHY, "Engine:m": DeploymentStatus.UNHEALTHY}, True),
+    ],
+)
+def test_the_front_end_is_asked_for_by_itself(
+    monkeypatch: pytest.MonkeyPatch, deployments: dict[str, Any], up: bool
+) -> None:
+    told = {name: SimpleNamespace(status=status) for name, status in deployments.items()}
+    application = SimpleNamespace(deployments=told)
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"npufleet": application}))
+    line_to = object.__new__(connect.ControllerLine)
+    assert line_to.front_is_up() is up
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
+    assert not line_to.front_is_up()
