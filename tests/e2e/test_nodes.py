@@ -20,7 +20,7 @@ from benchmarks.hosts import RAY, Host, Hosts
 from npufleet.cluster import env
 from tests.fakes.tokenizer import make_tokenizer_dir
 
-from .fleet import ENGINE, RECOVER_S, START_S, eventually, free_port
+from .fleet import ENGINE, PLAIN, RECOVER_S, START_S, eventually, free_port
 from .streams import Stream
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = httpx.get(
-                f"http://127.0.0.1:{self.ports['metrics']}/status", timeout=30
+                f"http://127.0.0.1:{self.ports['metrics']}/status", timeout=30, verify=PLAIN
             ).json()
         except (httpx.HTTPError, ValueError):
             return {}

@@ -27,7 +27,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from benchmarks import namespaces
 from npufleet.cluster import demo_model, env
 
-from .fleet import START_S, eventually
+from .fleet import PLAIN, START_S, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy" / "ray"
@@ -38,6 +38,7 @@ CHIP = "Ascend910B3"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not os.path.exists(SSHD) or not shutil.which("rsync"), reason="needs sshd and rsync"),
     pytest.mark.skipif(not namespaces.permitted(), reason="needs network namespaces"),
 ]
@@ -188,7 +189,8 @@ def door(site: Site, port: int) -> str:
 
 def models(address: str) -> list[str]:
     with contextlib.suppress(httpx.HTTPError):
-        return [model["id"] for model in httpx.get(f"http://{address}/v1/models").json()["data"]]
+        answer = httpx.get(f"http://{address}/v1/models", verify=PLAIN)
+        return [model["id"] for model in answer.json()["data"]]
     return []
 
 
@@ -199,6 +201,7 @@ def asked(address: str) -> bool:
         f"http://{address}/v1/chat/completions",
         json={**body, "temperature": 0, "max_tokens": 20},
         timeout=120,
+        verify=PLAIN,
     )
     return answer.status_code == 200 and "Paris" in answer.json()["choices"][0]["message"]["content"]
 
