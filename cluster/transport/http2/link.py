@@ -266,7 +266,7 @@ class Link(asyncio.Protocol, Generic[S]):
             if not self.ready:
                 raise ProtocolError(frames.PROTOCOL_ERROR, "its first SETTINGS is an acknowledgement")
             return
-        for key, value in frames.SETTING.iter_unpack(payload):
+        for key, value in dict(frames.SETTING.iter_unpack(payload)).items():  # the last one of a key counts
             self.sender.apply(key, value, self._streams.values())
         self._acknowledge(frames.frame(frames.SETTINGS, frames.ACK, 0))
         first, self.ready = not self.ready, True

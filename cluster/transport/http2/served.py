@@ -40,6 +40,7 @@ class ServedCall:
         self._partial = bytearray()
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._count = 0
+        self._owed = 0  # bytes whose window is given back when the messages before them are taken
         self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self._alarm: asyncio.TimerHandle | None = None
         self._greeted = False  # the headers of the answer are out
@@ -104,6 +105,9 @@ class ServedCall:
     async def messages(self) -> AsyncIterator[bytes]:
         """All of them."""
         while (message := await self._messages.get()) is not None:
+            if self._owed and self._messages.empty():
+                self._connection.consumed(self, self._owed)
+                self._owed = 0
             yield message
 
     # what its connection and its server tell it
@@ -112,9 +116,16 @@ class ServedCall:
         """A piece of the request. Raises StreamError where it goes on after its end."""
         if self.whole:
             raise frames.StreamError(frames.STREAM_CLOSED, "data after the end of the request")
+        if self.ended or self._last is not None:
+            return  # it has its status, which may have to wait for the client to read
         self._partial += payload
-        self._connection.consumed(self, len(payload))  # bounded by the limit of a message, not by the window
-        while len(self._partial) >= _PREFIX and not self.ended:
+        if self._messages.empty():
+            self._connection.consumed(
+                self, len(payload)
+            )  # bounded by the limit of a message, not by the window
+        else:
+            self._owed += len(payload)  # until its handler has taken what is there
+        while len(self._partial) >= _PREFIX and not self.ended and self._last is None:
             length = int.from_bytes(self._partial[1:_PREFIX], "big")
             if self._partial[0]:
                 self._refuse(Code.UNIMPLEMENTED, "compressed messages are not taken; identity is")
@@ -184,6 +195,7 @@ class ServedCall:
 
     def _expire(self) -> None:
         self.unsent = memoryview(b"")
+        self._last = None  # a status that waited for messages which are not to be sent any more
         self._refuse(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _end(self) -> None:

@@ -117,6 +117,10 @@ class ServerConnection(Link[ServedCall]):
             raise ProtocolError(frames.PROTOCOL_ERROR, f"stream {stream_id} is not the client's to open")
 
     def _end_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        if self.sender.full:
+            raise ProtocolError(
+                frames.ENHANCE_YOUR_CALM, "it begins calls and does not read what comes of them"
+            )
         pairs = self._reader.pairs(block)  # first: HPACK's state goes on whatever comes of the call
         ends = bool(flags & frames.END_STREAM)
         if stream_id <= self._last_id:
