@@ -45,7 +45,7 @@ WAYS = (
     Way(name="direct gRPC", speaks="grpc"),
     Way(name="npufleet router", speaks="grpc", command=_ROUTER, each="--engine {grpc}"),
     Way(
-        name="npufleet router, own HTTP/2 server",
+        name="npufleet router, own server",
         speaks="grpc",
         command=f"{_ROUTER} --data-plane http2",
         each="--engine {grpc}",
