@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&npufleet/cluster/proto/lookaside.proto\x12\x08npufleet\"\xbd\x01\n\x0cRouteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08\x65xcluded\x18\x08 \x03(\t\x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\"\xbe\x01\n\rRouteResponse\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x15\n\rtoken_seconds\x18\x05 \x01(\x01\x12\x19\n\x11\x61\x63\x63ounted_seconds\x18\x06 \x01(\x01\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x07 \x01(\x05H\x00\x88\x01\x01\x42\x15\n\x13_data_parallel_rank\"\x9a\x01\n\rReportRequest\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12,\n\x05\x65vent\x18\x02 \x01(\x0e\x32\x1d.npufleet.ReportRequest.Event\x12\x11\n\tgrpc_code\x18\x03 \x01(\r\"6\n\x05\x45vent\x12\x15\n\x11\x45VENT_UNSPECIFIED\x10\x00\x12\x0b\n\x07STARTED\x10\x01\x12\t\n\x05\x45NDED\x10\x02\"\x10\n\x0eReportResponse2\x82\x01\n\tLookaside\x12\x38\n\x05Route\x12\x16.npufleet.RouteRequest\x1a\x17.npufleet.RouteResponse\x12;\n\x06Report\x12\x17.npufleet.ReportRequest\x1a\x18.npufleet.ReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&npufleet/cluster/proto/lookaside.proto\x12\x08npufleet\"\xcc\x01\n\x0cRouteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x10\n\x08\x65xcluded\x18\x08 \x03(\t\x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x12\r\n\x05split\x18\n \x01(\x08\"\x80\x02\n\rRouteResponse\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x15\n\rtoken_seconds\x18\x05 \x01(\x01\x12\x19\n\x11\x61\x63\x63ounted_seconds\x18\x06 \x01(\x01\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12$\n\x17kv_transfer_params_json\x18\x08 \x01(\tH\x01\x88\x01\x01\x42\x15\n\x13_data_parallel_rankB\x1a\n\x18_kv_transfer_params_json\"\x9a\x01\n\rReportRequest\x12\x10\n\x08route_id\x18\x01 \x01(\t\x12,\n\x05\x65vent\x18\x02 \x01(\x0e\x32\x1d.npufleet.ReportRequest.Event\x12\x11\n\tgrpc_code\x18\x03 \x01(\r\"6\n\x05\x45vent\x12\x15\n\x11\x45VENT_UNSPECIFIED\x10\x00\x12\x0b\n\x07STARTED\x10\x01\x12\t\n\x05\x45NDED\x10\x02\"\x10\n\x0eReportResponse2\x82\x01\n\tLookaside\x12\x38\n\x05Route\x12\x16.npufleet.RouteRequest\x1a\x17.npufleet.RouteResponse\x12;\n\x06Report\x12\x17.npufleet.ReportRequest\x1a\x18.npufleet.ReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npufleet.cluster.proto.look
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROUTEREQUEST']._serialized_start=53
-  _globals['_ROUTEREQUEST']._serialized_end=242
-  _globals['_ROUTERESPONSE']._serialized_start=245
-  _globals['_ROUTERESPONSE']._serialized_end=435
-  _globals['_REPORTREQUEST']._serialized_start=438
-  _globals['_REPORTREQUEST']._serialized_end=592
-  _globals['_REPORTREQUEST_EVENT']._serialized_start=538
-  _globals['_REPORTREQUEST_EVENT']._serialized_end=592
-  _globals['_REPORTRESPONSE']._serialized_start=594
-  _globals['_REPORTRESPONSE']._serialized_end=610
-  _globals['_LOOKASIDE']._serialized_start=613
-  _globals['_LOOKASIDE']._serialized_end=743
+  _globals['_ROUTEREQUEST']._serialized_end=257
+  _globals['_ROUTERESPONSE']._serialized_start=260
+  _globals['_ROUTERESPONSE']._serialized_end=516
+  _globals['_REPORTREQUEST']._serialized_start=519
+  _globals['_REPORTREQUEST']._serialized_end=673
+  _globals['_REPORTREQUEST_EVENT']._serialized_start=619
+  _globals['_REPORTREQUEST_EVENT']._serialized_end=673
+  _globals['_REPORTRESPONSE']._serialized_start=675
+  _globals['_REPORTRESPONSE']._serialized_end=691
+  _globals['_LOOKASIDE']._serialized_start=694
+  _globals['_LOOKASIDE']._serialized_end=824
 # @@protoc_insertion_point(module_scope)

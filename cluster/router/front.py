@@ -42,7 +42,7 @@ class Front:
         self.control = Control(picker, self.live, settings)
         self.relay = Relay(picker, self.live, metrics, settings)
         self.away = AwayRequests(picker, self.live, metrics, settings)
-        self.lookaside = Lookaside(self.away, settings, keys)
+        self.lookaside = Lookaside(picker, self.away, settings, keys)
 
     def add_to(self, server: grpc.aio.Server | Http2Server) -> None:
         """Register VllmEngine, Lookaside, health and reflection; requests elsewhere are watched from now on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +19,7 @@ from npufleet.cluster.endpoints import EngineEndpoint, EngineState
 from npufleet.cluster.engine.guard import Guard
 from npufleet.cluster.engine.service import EngineServer, serve_engine
 from npufleet.cluster.proto import lookaside_pb2
+from npufleet.cluster.proto.extension import EXTENSION_KEY, decode
 from npufleet.cluster.router.lookaside.tokens import TokenError, TokenMint, check_token, read_secret
 from tests.fakes.async_llm import FakeAsyncLLM
 
@@ -215,3 +218,47 @@ def test_a_secret_must_be_there_and_long(tmp_path):
     short.write_text("short\n")
     with pytest.raises(ValueError, match="has 5 bytes; at least 32"):
         read_secret(short)
+
+
+async def route_to_a_pair(f, **more) -> lookaside_pb2.RouteResponse:
+    asked = lookaside_pb2.RouteRequest(request_id="r", token_ids=range(200), **more)
+    return await Client(f.channel).route(asked)
+
+
+def pair() -> tuple[FakeEngine, FakeEngine]:
+    return (
+        FakeEngine(name="p", role="prefill", connector="NixlConnector"),
+        FakeEngine(name="d", role="decode", connector="NixlConnector"),
+    )
+
+
+async def test_a_client_that_passes_parameters_on_gets_a_pair():
+    first, second = pair()
+    async with fleet(first, second, settings=replace(QUICK, split_tokens=100)) as f:
+        told = await route_to_a_pair(f, split=True, cache_salt="s")
+        assert (told.engine_id, json.loads(told.kv_transfer_params_json)["remote_engine_id"]) == ("d", "p")
+        (computed,) = first.seen
+        assert list(computed.tokenized.input_ids) == list(range(200))
+        assert computed.sampling_params.max_tokens == 1
+        assert decode(first.metadata[0][EXTENSION_KEY]) == {"cache_salt": "s"}
+        assert not second.seen, "the client goes there itself"
+        members = {m.engine_id: m for m in f.router.picker.pool.members()}
+        assert (members["p"].in_flight, members["d"].in_flight) == (0, 1)
+
+
+async def test_who_does_not_ask_for_a_pair_gets_one_engine_that_decodes():
+    first, second = pair()
+    async with fleet(first, second, settings=replace(QUICK, split_tokens=100)) as f:
+        told = await route_to_a_pair(f)
+        assert told.engine_id == "d" and not told.HasField("kv_transfer_params_json") and not first.seen
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_computed_leaves_nothing():
+    first, second = pair()
+    first.delay = 60
+    async with fleet(first, second, settings=replace(QUICK, split_tokens=100)) as f:
+        asking = asyncio.create_task(route_to_a_pair(f, split=True))
+        await until(lambda: first.seen)
+        asking.cancel()
+        await until(lambda: first.cancelled == ["r"])
+        await until(lambda: all(m.in_flight == 0 for m in f.router.picker.pool.members()))

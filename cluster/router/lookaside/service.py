@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -10,11 +12,12 @@ from npufleet.cluster.admission.tenants import Keys, Tenant
 from npufleet.cluster.proto import lookaside_pb2 as pb
 from npufleet.cluster.proto.extension import EXTENSION_KEY, encode
 from npufleet.cluster.router.away import AwayRequests
-from npufleet.cluster.router.call import NO_KEY, CallError
+from npufleet.cluster.router.call import NO_KEY, CallError, Metadata
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.lookaside.tokens import TokenMint
-from npufleet.cluster.router.picker import RequestInfo
+from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
 from npufleet.cluster.router.settings import RouterSettings
+from npufleet.cluster.router.split.base import Params
 from npufleet.cluster.router.wire import pb as engine_pb
 from npufleet.cluster.router.wire import read_head
 
@@ -29,7 +32,8 @@ _Event = pb.ReportRequest
 class Lookaside:
     """The service of one router. Routes are known to the router that made them."""
 
-    def __init__(self, away: AwayRequests, settings: RouterSettings, keys: Keys) -> None:
+    def __init__(self, picker: Picker, away: AwayRequests, settings: RouterSettings, keys: Keys) -> None:
+        self._picker = picker
         self._away = away
         self._settings = settings
         self._keys = keys
@@ -55,13 +59,18 @@ class Lookaside:
             await context.abort(_Code.INVALID_ARGUMENT, str(error))
         longest = self._settings.request_timeout
         lasts = min(request.timeout_seconds or longest, longest)
+        params: Params | None = None
         try:
+            if request.split:
+                info, params = await self._split(info, list(request.token_ids), lasts)
             away = await self._away.place(
                 "Generate", info, via="lookaside", peer=context.peer(), deadline=lasts
             )
         except NoEngine as error:
             told = CallError.from_no_engine(error)
             await context.abort(told.code, told.details, told.trailing)
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details() or error.code().name)
         endpoint = away.lease.endpoint
         token = "" if self._mint is None else self._mint.route(endpoint.engine_id, away.id, TOKEN_SECONDS)
         return pb.RouteResponse(
@@ -72,7 +81,29 @@ class Lookaside:
             token_seconds=TOKEN_SECONDS if token else 0.0,
             accounted_seconds=lasts,
             data_parallel_rank=away.lease.rank,
+            kv_transfer_params_json=None if params is None else json.dumps(params),
         )
+
+    async def _split(
+        self, info: RequestInfo, token_ids: Sequence[int], seconds: float
+    ) -> tuple[RequestInfo, Params | None]:
+        """Have the prompt computed apart where it is worth it: the request as it is then, and what to tell its engine.
+
+        Raises :class:`NoEngine` where admission refuses it, ``AioRpcError`` for what the client got wrong.
+        """
+        info = replace(info, model=self._picker.pool.resolve(info.model))
+        if not token_ids:
+            return info, None
+        request = engine_pb.GenerateRequest(request_id=info.request_id)
+        request.tokenized.input_ids.extend(token_ids)
+        extension = encode({"cache_salt": info.cache_salt} if info.cache_salt else {})
+        metadata = [] if extension is None else [(EXTENSION_KEY, extension)]
+
+        async def addressed(lease: Lease) -> tuple[engine_pb.GenerateRequest, Metadata]:
+            return request, metadata
+
+        handed = await self._picker.splitter.prefill(info, request, addressed, seconds)
+        return (info, None) if handed is None else (handed.info, handed.params)
 
     async def _report(
         self, request: pb.ReportRequest, context: grpc.aio.ServicerContext
