@@ -28,6 +28,8 @@ from npufleet.cluster.router.wire import (
     with_rank,
     with_request_id,
 )
+from npufleet.cluster.transport.http2.call import Http2Call
+from npufleet.cluster.transport.http2.served import ServedCall
 
 _CANCELLED = grpc.StatusCode.CANCELLED
 
@@ -57,6 +59,33 @@ class _Opened:
         """Another engine was faster."""
         self.rpc.cancel()
         self.lease.release(_CANCELLED)
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What of an answer has gone on to the client."""
+
+    lease: Lease
+    context: Any  # grpcio's servicer context, or our own
+    sent: int = 0  # messages
+    last: bytes = b""
+
+    async def all(self, rpc: Any, read: Any) -> None:
+        """Pass on ``read`` and what follows it in ``rpc``."""
+        pours = isinstance(rpc, Http2Call) and isinstance(self.context, ServedCall)
+        while read is not grpc.aio.EOF:
+            self._note(read)
+            await self.context.write(read)
+            read = grpc.aio.EOF if pours and await rpc.pour(self._offer) else await rpc.read()
+
+    def _offer(self, read: bytes) -> bool:
+        self._note(read)
+        return bool(self.context.offer(read))
+
+    def _note(self, read: bytes) -> None:
+        self.lease.heard()
+        self.last = read
+        self.sent += 1
 
 
 class Relay:
@@ -114,7 +143,7 @@ class Relay:
         await self._split(job)
         opened = await self._open(job, _read_first, whole)
         lease, rpc, context = opened.lease, opened.rpc, job.call.context
-        code, sent, message = _CANCELLED, 0, b""
+        code, passed = _CANCELLED, _Passed(lease, context)
         try:
             if metadata := await rpc.initial_metadata():  # without any it goes out with the first message
                 await context.send_initial_metadata(tuple(metadata))
@@ -123,22 +152,17 @@ class Relay:
                 first = time.perf_counter() - job.arrived
                 self._metrics.of(job.info.model).first_message.observe(first)
                 job.call.seen["first_message"] = first
-            while read is not grpc.aio.EOF:
-                message = read
-                lease.heard()
-                await context.write(message)
-                sent += 1
-                read = await rpc.read()
+            await passed.all(rpc, read)
             engine = (ENGINE_KEY, lease.endpoint.engine_id)
             context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
             code = grpc.StatusCode.OK
         except grpc.aio.AioRpcError as error:
             code = error.code()
-            raise self._broken_off(error, lease, sent) from error
+            raise self._broken_off(error, lease, passed.sent) from error
         finally:
             if code is _CANCELLED:
                 rpc.cancel()
-            tokens = answered_tokens(message, sent)
+            tokens = answered_tokens(passed.last, passed.sent)
             lease.release(code, tokens)
             job.call.seen["tokens"] = tokens
             self._metrics.tenant_tokens.labels(job.info.tenant.name).inc(tokens)

@@ -54,6 +54,7 @@ class Http2Call:
         self._decode = decode
         self._on_message = on_message
         self._messages: deque[bytes] = deque()
+        self._take: Callable[[bytes], bool] | None = None  # of whoever has the messages poured out
         self._partial = bytearray()
         self._initial: Block | None = None
         self._trailing: tuple[tuple[str, str | bytes], ...] = ()
@@ -111,6 +112,30 @@ class Http2Call:
         if self.connection is not None:
             self.connection.consumed(self, len(message) + _PREFIX)
         return message if self._decode is None else self._decode(message)
+
+    async def pour(self, take: Callable[[bytes], bool]) -> bool:
+        """Give ``take`` the bytes of each message as it is read, without waking anybody for it.
+
+        True where the stream has ended; False where ``take`` was false, because it wants no more for now. Raises
+        ``AioRpcError``.
+        """
+        while self._messages:
+            message = self._messages.popleft()
+            if self.connection is not None:
+                self.connection.consumed(self, len(message) + _PREFIX)
+            if not take(message):
+                return False
+        self._take = take
+        try:
+            while self._code is None and self._take is not None:
+                await self._wait()
+            full = self._take is None
+        finally:
+            self._take = None
+        if full:
+            return False
+        self._check()
+        return True
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not grpc.aio.EOF:
@@ -246,6 +271,13 @@ class Http2Call:
         self._wake()
 
     def _deliver(self, message: bytes) -> None:
+        if self._take is not None:
+            assert self.connection is not None
+            self.connection.consumed(self, len(message) + _PREFIX)
+            if not self._take(message):
+                self._take = None
+                self._wake()
+            return
         if self._on_message is None:
             self._messages.append(message)
             if self._waiters:

@@ -78,16 +78,23 @@ class ServedCall:
         """Send a message; waits while the client has much unread."""
         if self.ended or self._last is not None:
             raise asyncio.CancelledError("the call has ended")
+        self.offer(message)
+        while len(self.unsent) > _MOST_UNSENT and not self.ended:
+            self._room = self._connection.loop.create_future()
+            await self._room
+
+    def offer(self, message: bytes) -> bool:
+        """Send a message; False where the next one is for :meth:`write`: the client has much unread, or has gone."""
+        if self.ended or self._last is not None:
+            return False
         if not self._greeted:
             self._greet(())
         data = b"\0" + len(message).to_bytes(4, "big") + message
         if not self.unsent and self._connection.sender.at_once(self, data):
-            return
+            return True
         self.unsent = memoryview(bytes(self.unsent) + data)
         self._connection.sender.send(self)
-        while len(self.unsent) > _MOST_UNSENT and not self.ended:
-            self._room = self._connection.loop.create_future()
-            await self._room
+        return len(self.unsent) <= _MOST_UNSENT
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> NoReturn:
         """End with that status; raises ``grpc.aio.AbortError``."""
