@@ -19,7 +19,16 @@ def described(**router):
     return config.from_dict(fleet).router
 
 
-@pytest.mark.parametrize("settings", [{"data_plane": "envoy"}, {"processes": 2}, {}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_plane": "envoy"},
+        {"processes": 2},
+        {},
+        {"data_plane": "http2"},
+        {"data_plane": "http2", "processes": 2},
+    ],
+)
 async def test_it_is_started_as_described(settings):
     engine = await FakeEngine(name="a").start()
     registry = CollectorRegistry()
@@ -45,7 +54,7 @@ async def test_it_is_started_as_described(settings):
 
 
 def test_what_is_unknown_is_refused():
-    with pytest.raises(ValueError, match=r"data_plane: expected one of envoy, grpcio"):
+    with pytest.raises(ValueError, match=r"data_plane: expected one of envoy, grpcio, http2"):
         described(data_plane="nginx")
     with pytest.raises(ValueError, match="processes"):
         described(processes=0)
