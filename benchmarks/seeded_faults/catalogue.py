@@ -333,6 +333,13 @@ _EXPERTS = (
         f"{PLUGIN}test_shared_experts.py",
     ),
     _fault(
+        "float16 divided for a model that does not make up for it",
+        "plugin/moe/runner.py",
+        'return dtype == torch.float16 and not model_type.startswith("glm4")',
+        "return dtype == torch.float16",
+        f"{PLUGIN}test_moe_block.py -k glm4",
+    ),
+    _fault(
         "the routed experts' factor left out of their weights",
         "plugin/moe/runner.py",
         "return weights if factor == 1.0 or self._halved else weights * factor",

@@ -23,6 +23,18 @@ from .shared_linear import claim
 Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+def divides(dtype: torch.dtype, model_type: str) -> bool:
+    """Whether a layer divides what the shared experts make by the routed experts' factor, instead of multiplying what
+    the routed ones make, so that float16 does not overflow.
+
+    vLLM's layer does so for every model in float16, and relies on its decoder layers to divide the rest of the stream
+    by the factor. Those of DeepSeek do; those of GLM-4-MoE do not (vLLM 0.32), and their sums would be too small.
+
+    :param model_type: what the model's configuration says.
+    """
+    return dtype == torch.float16 and not model_type.startswith("glm4")
+
+
 class NPUMoERunner(MoERunner):
     """vLLM's runner with the NPU's routers, experts and ways of communication.
 
@@ -48,11 +60,13 @@ class NPUMoERunner(MoERunner):
         config = get_current_vllm_config()
         self._communication: Communication = BySize(self.moe_config, config)
         self._reduced = False
+        model = config.model_config
+        kind = "" if model is None else str(getattr(model.hf_text_config, "model_type", ""))
+        self._halved = self._shared_experts is not None and divides(self.moe_config.in_dtype, kind)
         self._shared: SharedExperts | None = None
         self._local = self._place(kwargs.get("shared_experts"), shared_placement(config))
         # Whether one sum holds everything: not where the routed experts' has to be transformed first.
         self._joined = self.routed_output_transform is None and (self._shared is None or self._shared.own)
-        self._halved = self._shared_experts is not None and self.moe_config.in_dtype == torch.float16
 
     def _place(self, layer: torch.nn.Module | None, asked: SharedPlacement) -> LocalExperts:
         """The experts of this rank; sets the shared ones that it computes for its tokens.
@@ -75,8 +89,7 @@ class NPUMoERunner(MoERunner):
         claim(layer)
         if self.moe_config.ep_rank >= asked.ranks:
             return local_experts(self.routed_experts, asked.ranks)
-        half = self.moe_config.in_dtype == torch.float16
-        factor = 1.0 / self.routed_scaling_factor if half else 1.0  # see _scaled
+        factor = 1.0 / self.routed_scaling_factor if self._halved else 1.0  # see _scaled
         return shared_rank(layer, self.routed_experts, asked.ranks, factor)
 
     def _select_forward(self) -> Callable[..., Any]:
@@ -102,7 +115,7 @@ class NPUMoERunner(MoERunner):
     def _scaled(self, weights: torch.Tensor) -> torch.Tensor:
         """The routed experts' weights [T, k] with the layer's factor in them, which vLLM multiplies their sum with.
 
-        In float16 vLLM divides what the shared experts make instead, and the model makes up for it.
+        In float16 vLLM divides what the shared experts make instead, see :func:`divides`.
         """
         factor = self.routed_scaling_factor
         return weights if factor == 1.0 or self._halved else weights * factor
@@ -120,10 +133,12 @@ class NPUMoERunner(MoERunner):
     def _maybe_apply_routed_scale_to_output(
         self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As vLLM's, where the factor is not in the sum already."""
+        """As vLLM's, where the factor is not in the sum already; see :func:`divides`."""
         if self._joined:
             return shared_output, fused_output
-        return super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)
+        if self._halved or self.routed_scaling_factor == 1.0:
+            return super()._maybe_apply_routed_scale_to_output(shared_output, fused_output)
+        return shared_output, fused_output * self.routed_scaling_factor
 
     def _forward_impl(
         self,

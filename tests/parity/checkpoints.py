@@ -285,7 +285,22 @@ PROLOG_CHECKPOINT = Checkpoint(
 )
 """DeepSeek V3's attention in its published sizes but for the number of heads: what npu_mla_prolog_v3 takes."""
 
-ALL = (*CHECKPOINTS, *LATENT_CHECKPOINTS, PROLOG_CHECKPOINT)
+GATED_CHECKPOINT = Checkpoint(
+    name="qwen2-moe",
+    model_type="qwen2_moe",
+    config={
+        **PLAIN,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+        "norm_topk_prob": False,
+    },
+    seed=3,
+)
+"""A shared expert whose output each token scales by a gate."""
+
+ALL = (*CHECKPOINTS, *LATENT_CHECKPOINTS, PROLOG_CHECKPOINT, GATED_CHECKPOINT)
 BY_NAME = {checkpoint.name: checkpoint for checkpoint in ALL}
 
 

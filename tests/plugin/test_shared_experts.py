@@ -16,6 +16,7 @@ from npufleet.plugin.moe.communication.choice import Chip, Layout, Way, choose
 from npufleet.plugin.moe.communication.group import distribution
 from npufleet.plugin.moe.own_ranks import SharedRank, shifted
 from npufleet.plugin.moe.placement import Placement, SharedPlacement, check_operators, shared_placement
+from npufleet.plugin.moe.runner import divides
 from npufleet.plugin.moe.shared_linear import NPURowParallelLinear, check_claimed, claim
 
 Checkpoint = Callable[..., Path]
@@ -176,3 +177,18 @@ def test_shared_experts_outside_of_vllms_layer_are_refused() -> None:
         check_claimed(model)
     claim(model[0])
     check_claimed(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "model", "expected"),
+    [
+        (torch.float16, "deepseek_v2", True),
+        (torch.float16, "glm4_moe", False),
+        (torch.bfloat16, "deepseek_v3", False),
+        (torch.float32, "", False),
+    ],
+)
+def test_float16_is_divided_where_the_model_makes_up_for_it(
+    dtype: torch.dtype, model: str, expected: bool
+) -> None:
+    assert divides(dtype, model) is expected
