@@ -139,6 +139,15 @@ async def test_a_client_that_breaks_http2_loses_its_connection_alone(sent: bytes
         [(":method", "POST"), (":path", "/a"), (":path", "/b")],
         [(":method", "POST"), (":path", "/a"), ("grpc-timeout", "1x"), ("content-type", "application/grpc")],
         [(":method", "POST"), (":path", "/a"), ("connection", "close")],
+        [(":method", "POST"), (":path", "/a"), ("\u00e9", "1"), ("content-type", "application/grpc")],
+        [(":method", "POST"), (":path", "/a"), ("a b", "1"), ("content-type", "application/grpc")],
+        [(":method", "POST"), (":path", "/a"), ("a", "\u00e9"), ("content-type", "application/grpc")],
+        [
+            (":method", "POST"),
+            (":path", "/a"),
+            ("grpc-timeout-x", "1S"),
+            ("content-type", "application/grpc"),
+        ],
     ],
 )
 async def test_a_stream_that_is_no_request_ends_alone(pairs: list[tuple[str, str]]):

@@ -151,15 +151,25 @@ class HeaderWriter:
         return made
 
 
+def allowed_name(name: str) -> bool:
+    """Whether gRPC allows ``name`` as a key of metadata, beside the names that it keeps for itself."""
+    return bool(name) and _NAME.issuperset(name) and not name.startswith("grpc-timeout")
+
+
+def allowed_value(raw: bytes) -> bool:
+    """Whether gRPC allows ``raw`` as the value of a key that does not end in -bin."""
+    return raw.isascii() and raw.decode().isprintable()
+
+
 def encoded(name: str, value: str | bytes) -> tuple[str, str | bytes, bool]:
     """One pair of metadata as HPACK takes it, never to be indexed. ValueError for what gRPC does not allow."""
-    if not name or not _NAME.issuperset(name) or name.startswith("grpc-timeout"):
+    if not allowed_name(name):
         raise ValueError(f"metadata key {name!r}: gRPC allows lower case letters, digits and '-_.'")
     if name.endswith("-bin"):
         raw = value if isinstance(value, bytes) else value.encode()
         return name, b64encode(raw).rstrip(b"="), True
     raw = value if isinstance(value, bytes) else value.encode("latin-1", errors="replace")
-    if any(byte < 0x20 or byte > 0x7E for byte in raw):
+    if not allowed_value(raw):
         raise ValueError(f"metadata {name!r}: gRPC allows printable ASCII only, or a key that ends in -bin")
     return name, raw, True
 

@@ -9,7 +9,13 @@ from hpack import Decoder
 from hpack.exceptions import HPACKError
 
 from npufleet.cluster.transport.http2 import frames
-from npufleet.cluster.transport.http2.headers import FIELD, plain_bytes, plain_text
+from npufleet.cluster.transport.http2.headers import (
+    FIELD,
+    allowed_name,
+    allowed_value,
+    plain_bytes,
+    plain_text,
+)
 
 _MOST_HEADERS = 1 << 20  # bytes in memory; more ends the connection, since HPACK's state is lost
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -63,6 +69,10 @@ def read(pairs: Any) -> Request:
             timeout = timeout_seconds(raw_value.decode("latin-1"))
         elif name not in _OF_THIS_HOP:
             binary = name.endswith("-bin")
+            if not allowed_name(name) or not (binary or allowed_value(raw_value)):
+                raise frames.StreamError(
+                    frames.PROTOCOL_ERROR, f"metadata {name[:20]!r}, which gRPC does not allow"
+                )
             value = plain_bytes(raw_value.decode("latin-1")) if binary else plain_text(raw_value)
             metadata.append((name, value))
     if pseudo.keys() < {":method", ":path"} or not pseudo.get(":path"):
