@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -52,7 +53,7 @@ def read_key_file(file: str | Path | None, where: str = "api_keys") -> tuple[str
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ValueError(f"{where}: {file} holds no key")
-    Keys(keys)
+    Keys(lines)  # which counts them as the file does
     return keys
 
 
@@ -118,13 +119,18 @@ def _digest(key: bytes) -> bytes:
 
 def _options(words: Sequence[str], where: str) -> tuple[str, dict[str, float | int | bool]]:
     known = ["tenant", *(item.name for item in fields(Tenant) if item.name != "name")]
-    name, values = "", {}
+    name, values, given = "", {}, set[str]()
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals or key not in known:
+        if not equals:  # it may be a part of a key, which no error shows
+            raise ValueError(f"{where}: after the key come words such as tenant=NAME, of {', '.join(known)}")
+        if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}=?" if near else ""
             raise ValueError(f"{where}: {key!r} is none of {', '.join(known)}{hint}")
+        if key in given:
+            raise ValueError(f"{where}: {key} is given twice")
+        given.add(key)
         if key == "tenant":
             name = text
         else:
@@ -141,7 +147,7 @@ def _value(key: str, text: str, where: str) -> float | int | bool:
         value = float(text) if key == "weight" else int(text)
     except (ValueError, KeyError):
         value = 0
-    if value <= 0:
+    if not 0 < value < math.inf:
         allowed = "yes or no" if key == "admin" else "a number above 0"
         raise ValueError(f"{where}: {key} must be {allowed}, got {text!r}")
     return value

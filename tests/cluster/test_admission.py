@@ -50,6 +50,10 @@ def test_keys_name_their_tenants():
         (["a weight=2"], "line 1 .*add tenant=NAME"),
         (["a tenat=x"], "line 1 .*'tenat' is none of .*did you mean tenant="),
         (["a tenant=x weight=0"], "weight must be a number above 0, got '0'"),
+        (["a tenant=x weight=nan"], "weight must be a number above 0, got 'nan'"),
+        (["a tenant=x weight=inf"], "weight must be a number above 0, got 'inf'"),
+        (["a tenant=x weight=1 weight=2"], "weight is given twice"),
+        (["a tenant=x tenant=y"], "tenant is given twice"),
         (["a tenant=x tokens_per_minute=many"], "tokens_per_minute must be a number above 0"),
         (["a tenant=x admin=maybe"], "admin must be yes or no"),
         (["a", "b", "a"], "line 3 .*given twice"),
@@ -67,6 +71,10 @@ def test_a_key_file_is_checked_when_it_is_read(tmp_path: Path):
     file.write_text("a wieght=2\n")
     with pytest.raises(ValueError, match="did you mean weight="):
         read_key_file(file)
+    file.write_text("# a comment\n\nBearer sk-secret\n")
+    with pytest.raises(ValueError, match=r"^line 3 of the API keys: after the key come") as caught:
+        read_key_file(file)
+    assert "sk-secret" not in str(caught.value)
 
 
 def test_a_bucket_lets_a_minutes_worth_through_and_then_the_rate():
