@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from .device import Device
 from .doctor.finding import Level
 from .doctor.local import free_port
 from .placement import planner, requests
-from .placement.plan import NoRoom
+from .placement.plan import NoRoom, Plan
+from .placement.rank_table import rank_table
 from .topology.model import Topology
 
 CONNECT_S = 5.0
@@ -101,6 +102,7 @@ def layout(config: FleetConfig, topology: Topology) -> None:
     made = planner.plan_all(topology, planner.idle(topology), wanted)
     refused = [error for error in made.values() if isinstance(error, NoRoom)]
     if not refused:
+        _rank_tables(config, topology, made)
         return
     never = next((error for error in refused if error.never), None)
     if never is not None:
@@ -113,6 +115,18 @@ def layout(config: FleetConfig, topology: Topology) -> None:
         f"{len(refused)} of {len(wanted)} engines find no room even if nothing else runs: {asked} NPUs are asked "
         f"for, {healthy} healthy ones are there; {refused[0]}"
     )
+
+
+def _rank_tables(config: FleetConfig, topology: Topology, made: Mapping[str, Plan | NoRoom]) -> None:
+    """See that the rank tables that are asked for can be written."""
+    nodes = {node.node_id: node for node in topology.nodes}
+    for model in config.models:
+        plan = made[f"{model.name} 0"]
+        if model.rank_table and isinstance(plan, Plan):
+            try:
+                rank_table(plan, nodes)
+            except ValueError as error:
+                raise ValueError(f"model {model.name!r}: rank_table: {error}") from error
 
 
 def cluster(address: str) -> None:

@@ -92,6 +92,10 @@ LOCAL: dict[str, tuple[Wrong, str]] = {
     "a short secret": (
         lambda f: fleet(f, router={"port": 0, "secret": written(f / "secret", "abc")}), "has 3 bytes; at least 32",
     ),
+    "a rank table without addresses": (
+        lambda f: fleet(f, model={"rank_table": True}),
+        "model 'm': rank_table: the RoCE address of NPU 0 of",
+    ),
     "no such path": (lambda f: fleet(f, model={"source": "/absent"}), "its source is '/absent'; expected a folder"),
 }  # fmt: skip
 
