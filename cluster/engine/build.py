@@ -19,7 +19,7 @@ from ..placement import ray_state
 from ..placement.plan import Plan
 from ..placement.ports import hccl_bases
 from ..placement.rank_table import rank_table
-from . import membership, sockets, worker_launch
+from . import membership, serve_log, sockets, worker_launch
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -80,7 +80,8 @@ def _start(model: ModelConfig, plan: Plan, group: PlacementGroup) -> AsyncLLM:
         kv_events_config=model.engine.get("kv_events_config") or _kv_events(model, plan),
         data_parallel_backend="ray" if several else "mp",
     )
-    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    with serve_log.kept():  # vLLM configures logging here
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     config.parallel_config.placement_group = group
     config.parallel_config.ray_runtime_env = _worker_environment(plan, _rank_table(model, plan))
     if several:
