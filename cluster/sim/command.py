@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import sys
-import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from .. import checks
 from ..doctor.finding import Level
 from ..doctor.local import free_port
+from ..folder import Folder
 from .timing import DEFAULT_PRESET, PRESETS, DeviceTime, preset
 
 MOST_TOKENS = 1 << 30
@@ -114,14 +115,14 @@ async def serve(args: argparse.Namespace) -> None:
     from .scheduler import engine_config
 
     device, stop = device_of(args), stop_asked()
-    with tempfile.TemporaryDirectory(prefix="npufleet-sim-") as scratch:
-        model = args.model or tokenizer.write(Path(scratch) / "model", args.max_model_len)
+    with closing(Folder("npufleet-sims-")) as scratch:
+        model = args.model or tokenizer.write(scratch.path / "model", args.max_model_len)
         engines, servers = [], []
         try:
             for number in range(args.engines):
                 config = engine_config(
                     model, device, args.block_size, max_model_len=args.max_model_len, name=args.name,
-                    events=_events(Path(scratch) / f"{number}"),
+                    events=_events(scratch.path / f"{number}"),
                 )  # fmt: skip
                 engines.append(SimEngine(config, device))
                 port = args.port + number if args.port else 0

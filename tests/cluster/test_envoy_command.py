@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -156,3 +157,14 @@ async def test_the_endpoint_picker_on_a_port_of_its_own(tmp_path: Path):
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(OSError, match="cannot listen"):
             await serve_endpoint_picker(f.router, QUICK, f.router.address)
+
+
+def test_a_killed_router_leaves_a_folder_only_until_the_next_one_starts(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "npufleet-route-envoy-x"
+    left.mkdir()
+    (left / "engines.json").write_text("{}")
+    assert (
+        cli.main(["route", "--engine", "m@127.0.0.1:1", "--data-plane", "envoy", "--envoy", "/absent"]) == 2
+    )
+    assert list(tmp_path.iterdir()) == [], "neither the killed one's nor that of a start that was refused"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from npufleet.cluster.admission.tenants import Keys
 from npufleet.cluster.endpoints import EndpointSource
+from npufleet.cluster.folder import Folder
 from npufleet.cluster.router.envoy.config import as_json, bootstrap
 from npufleet.cluster.router.envoy.server import EnvoyHandle, serve_envoy
 from npufleet.cluster.router.envoy.settings import EnvoySettings, Filter
@@ -56,7 +55,7 @@ class OwnFolder:
     """An Envoy in a folder that goes when it ends."""
 
     handle: EnvoyHandle
-    _folder: Path | None  # None: the user's
+    _folder: Folder | None  # None: the user's
 
     @property
     def address(self) -> str:
@@ -67,7 +66,7 @@ class OwnFolder:
         """As :meth:`EnvoyHandle.close`."""
         await self.handle.close(grace)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
 
 def settings_of(
@@ -104,12 +103,12 @@ async def start(
     """Start the router and Envoy. ValueError and OSError as :func:`serve_envoy`."""
     if args.envoy == NONE and args.envoy_folder is None:
         raise ValueError(f"--envoy {NONE} needs the --envoy-folder that Envoy's configuration names")
-    own = None if args.envoy_folder is not None else Path(tempfile.mkdtemp(prefix="npufleet-envoy-"))
-    folder = own or args.envoy_folder
+    own = None if args.envoy_folder is not None else Folder("npufleet-route-envoy-")
+    folder = own.path if own is not None else args.envoy_folder
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     async with AsyncExitStack() as undo:
         if own is not None:
-            undo.callback(shutil.rmtree, own, ignore_errors=True)
+            undo.callback(own.close)
         handle = await serve_envoy(
             source,
             settings_of(args, folder, router, tls),
