@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs npufleet and all it needs into a virtual environment. Run by `make setup`; a second run takes seconds.
-#   PYTHON       the interpreter to build the environment from (default: the first of python3.13/3.12/3.11/python3 that fits)
+#   PYTHON       the interpreter to build the environment from (default: the first of python3.11/3.12/3.13/python3 that fits)
 #   VENV         where the environment goes (default: .venv)
 #   EXTRAS       which extras of pyproject.toml (default: dev)
 #   TORCH_INDEX  a wheel index that holds a CPU build of torch, where the default index would give a CUDA build
