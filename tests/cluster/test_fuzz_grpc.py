@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
+from npufleet.cluster.router.envoy.server import serve_endpoint_picker
 from npufleet.cluster.router.hedge import HedgeSettings
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import METHODS, path
@@ -155,3 +156,20 @@ async def test_mutated_requests_are_refused_and_disturb_nobody(
         assert f.router.picker.models() == {MODEL: 2}, "no engine may be blamed for a client's request"
     assert not wrong, wrong[:5]
     assert codes[Code.INVALID_ARGUMENT] > 10 and codes[Code.OK] > 10, codes
+
+
+async def test_what_is_no_message_is_the_clients_fault_in_our_own_services_too(
+    caplog: pytest.LogCaptureFixture,
+):
+    async with fleet(FakeEngine(name="a")) as f:
+        picker = await serve_endpoint_picker(f.router, QUICK, "127.0.0.1:0")
+        async with grpc.aio.insecure_channel(picker.address) as gateway:
+            process = gateway.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
+            calls = [
+                f.channel.unary_unary("/npufleet.Lookaside/Route")(b"\xff", timeout=20),
+                f.channel.unary_unary("/npufleet.Lookaside/Report")(b"\x0a\xff", timeout=20),
+                process(iter([b"\xff"]), timeout=20),
+            ]
+            assert [await call.code() for call in calls] == [Code.INVALID_ARGUMENT] * 3
+        await picker.close()
+    assert not [record for record in caplog.records if record.exc_info]

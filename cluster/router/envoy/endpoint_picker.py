@@ -21,6 +21,7 @@ from npufleet.cluster.router.call import CallError
 from npufleet.cluster.router.envoy.ask import Asked, Placed
 from npufleet.cluster.router.envoy.ended import PASSED_OVER
 from npufleet.cluster.router.envoy.settings import DESTINATION_KEY
+from npufleet.cluster.router.parsing import parsed
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
@@ -51,17 +52,17 @@ class EndpointPicker:
         """What a server adds."""
         method = grpc.stream_stream_rpc_method_handler(
             self._process,
-            request_deserializer=pb.ProcessingRequest.FromString,
             response_serializer=pb.ProcessingResponse.SerializeToString,
         )
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
 
     async def _process(
-        self, requests: AsyncIterator[pb.ProcessingRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProcessingResponse]:
         exchange = _Exchange(self._asked, self._max_bytes)
         try:
-            async for request in requests:
+            async for raw in requests:
+                request = await parsed(pb.ProcessingRequest, raw, context)
                 for response in await exchange.take(request):
                     yield response
         finally:

@@ -15,6 +15,7 @@ from npufleet.cluster.router.away import AwayRequests
 from npufleet.cluster.router.call import NO_KEY, CallError, Metadata
 from npufleet.cluster.router.errors import NoEngine
 from npufleet.cluster.router.lookaside.tokens import TokenMint
+from npufleet.cluster.router.parsing import unary
 from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.split.base import Params
@@ -42,12 +43,8 @@ class Lookaside:
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server adds."""
         methods = {
-            "Route": grpc.unary_unary_rpc_method_handler(
-                self._route, pb.RouteRequest.FromString, pb.RouteResponse.SerializeToString
-            ),
-            "Report": grpc.unary_unary_rpc_method_handler(
-                self._report, pb.ReportRequest.FromString, pb.ReportResponse.SerializeToString
-            ),
+            "Route": unary(pb.RouteRequest, self._route),
+            "Report": unary(pb.ReportRequest, self._report),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
