@@ -10,19 +10,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import doors, preflight
+from . import preflight
 from .config import FleetConfig, GatewayConfig, RouterConfig
 from .doctor import hardware
-from .doctor.examine import models_of, ports_of
+from .doctor.examine import DOORS, doors_of, models_of, ports_of
 from .doctor.finding import Finding, Level
 from .doctor.local import free_port
 from .doctor.nodes import on_each
 from .placement import planner, ray_state, requests
 from .placement.plan import NoRoom
 from .topology.model import Node
-
-DOORS = "doors"
-DOORS_REMEDY = "router and gateway may open their doors on any node: put the file on each"
 
 
 def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> None:
@@ -133,10 +130,7 @@ def _look(
     other nodes with its own path of Python.
     """
     found = [free_port(*port) for port in ports if port[1] in ("0.0.0.0", "::", "127.0.0.1", "::1")]
-    try:
-        doors.check(gateway, router)
-    except ValueError as error:
-        found.append(Finding(name=DOORS, level=Level.FAIL, text=str(error), remedy=DOORS_REMEDY))
+    found.append(doors_of(gateway, router))
     found += hardware.sources(models)
     if not os.access(python, os.X_OK):
         text, remedy = f"{python} is not there", "install npufleet at the same path on every node"

@@ -17,7 +17,7 @@ from .finding import Finding, Level
 _EPILOG = """\
 examples:
   npufleet doctor                               this machine
-  npufleet doctor --config fleet.yaml           its ports and checkpoints too
+  npufleet doctor --config fleet.yaml           its ports, checkpoints and keys too
   npufleet doctor --nodes all                   every node of the Ray cluster, clocks, an all-reduce over HCCL
   npufleet doctor --nodes 10.0.0.2,10.0.0.3 --address 10.0.0.1:6379 --json
 """
@@ -79,6 +79,8 @@ def _findings(args: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     if args.nodes is None:
         ports = examine.ports_of(made) if made else None
         yield from (("", finding) for finding in examine.machine(ports, models, meet=args.meet))
+        if made:
+            yield "", examine.doors_of(made.gateway, made.router)
         return
     import ray
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 
-from .. import device, env
-from ..config import FleetConfig
+from .. import device, doors, env
+from ..config import FleetConfig, GatewayConfig, RouterConfig
 from . import hardware, local, reach, stack
 from .finding import Finding, Level
 
 Port = tuple[str, str, int]
+DOORS = "doors"
 
 
 def machine(
@@ -46,6 +47,16 @@ def ports_of(config: FleetConfig) -> list[Port]:
     """Return the ports of a configuration that are not left to the system."""
     doors = (("gateway", config.gateway), ("router", config.router), ("metrics", config.metrics))
     return [(name, door.host, door.port) for name, door in doors if door.port]
+
+
+def doors_of(gateway: GatewayConfig, router: RouterConfig) -> Finding:
+    """Check what router and gateway read before they open their doors."""
+    try:
+        doors.check(gateway, router)
+    except ValueError as error:
+        remedy = "router and gateway may open their doors on any node: put the file on each"
+        return Finding(name=DOORS, level=Level.FAIL, text=str(error), remedy=remedy)
+    return Finding(name=DOORS, level=Level.OK, text="keys, certificates and secret can be read")
 
 
 def models_of(config: FleetConfig) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from npufleet.cluster import device, hccl_errors
-from npufleet.cluster.doctor import hardware, nodes, reach, stack
+from npufleet.cluster import config, device, hccl_errors
+from npufleet.cluster.doctor import examine, hardware, nodes, reach, stack
 from npufleet.cluster.doctor import local as doctor
 from npufleet.cluster.doctor.finding import Level
 from npufleet.cluster.topology import simulated
@@ -340,3 +340,9 @@ def test_every_node_must_have_joined() -> None:
     assert nodes.joined(4, 4).level is Level.OK
     late = nodes.joined(3, 4)
     assert (late.level, late.text) == (Level.FAIL, "3 of 4 have joined")
+
+
+def test_what_the_doors_need_is_looked_at(tmp_path: Path) -> None:
+    made = examine.doors_of(config.GatewayConfig(api_keys=str(tmp_path / "absent")), config.RouterConfig())
+    assert made.level is Level.FAIL and "gateway.api_keys: cannot read" in made.text and made.remedy
+    assert examine.doors_of(config.GatewayConfig(), config.RouterConfig()).level is Level.OK
