@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,18 +121,20 @@ class Chaos:
         )
         await asyncio.sleep(QUIET_S)
 
-    def look(self) -> None:
-        """Note the shared memory that the fleet has now."""
-        for process in (p for host in self.hosts.all for p in host.family):
-            with contextlib.suppress(OSError):  # it has just ended
-                self.shared.update(orphan.shared_memory(process.pid))
+    def look(self) -> set[str]:
+        """Note the shared memory that the fleet has now, and return it."""
+        found = mapped(process for host in self.hosts.all for process in host.family)
+        self.shared |= found
+        return found
 
     def _strike(self, fault: Fault) -> bool:
         """Do it; say whether an engine must have ended of it."""
         if fault.host:
             host = self.hosts.head if fault.host == "head" else self.rng.choice(self._engine_hosts())
             titles = " ".join(map(title, host.family))
+            had = mapped(host.family)
             self.hosts.kill(host)
+            orphan.remove(had - self.look())  # with the power of a host goes what it had in memory
             time.sleep(RESTART_S)
             self.hosts.start(host)
             return ENGINE in titles or WORKER in titles
@@ -253,11 +255,23 @@ def leftovers(address: str, wanted: int) -> list[str]:
     return [] if len(names) == wanted else [f"{len(names)} placement groups for {wanted} engines: {names}"]
 
 
-def forgotten(temporary: Path) -> list[str]:
-    """What lies among the temporary files of all hosts that no living process holds: sockets, folders of the fleet."""
+def mapped(processes: Iterable[psutil.Process]) -> set[str]:
+    """The shared memory that the processes have mapped."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has just ended
+            found.update(orphan.shared_memory(process.pid))
+    return found
+
+
+def forgotten(temporary: Path, shared: set[str]) -> list[str]:
+    """What there is on all hosts that no living process holds: sockets and folders of the fleet among the temporary
+    files, and which of ``shared`` memory.
+    """
     unheld = [path for path in sorted(temporary.glob("npufleet-*")) if path.is_dir() and is_unlocked(path)]
     loose = [path for path in sorted(temporary.iterdir()) if path.is_socket()]
-    return [f"among the temporary files: {path.name}" for path in unheld + loose]
+    memory = [f"shared memory {name}" for name in sorted(shared) if os.path.exists(name)]
+    return [f"among the temporary files: {path.name}" for path in unheld + loose] + memory
 
 
 def is_unlocked(path: Path) -> bool:
@@ -272,11 +286,10 @@ def is_unlocked(path: Path) -> bool:
     return True
 
 
-def remains(family: list[psutil.Process], shared: set[str], ports: dict[str, int]) -> list[str]:
-    """What is left of the fleet after its hosts were ended: processes, shared memory, ports."""
+def remains(family: list[psutil.Process], ports: dict[str, int]) -> list[str]:
+    """What is left of the fleet after its hosts were ended: processes, ports."""
     time.sleep(3.0)
     found = [f"process {p.pid} {title(p)[:80]}" for p in family if p.is_running() and title(p)]
-    found += [f"shared memory {name}" for name in sorted(shared) if os.path.exists(name)]
     listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     return found + [f"port {port} of the {name}" for name, port in ports.items() if port in listening]
 
@@ -350,10 +363,11 @@ async def attack(
         except TimeoutError as error:
             problems.append(str(error))
         problems += await asyncio.to_thread(leftovers, hosts.address, args.engines)
-        problems += forgotten(hosts.temporary)
-        chaos.look()
+        living = chaos.look()
+        problems += forgotten(hosts.temporary, chaos.shared - living)
         family = [process for host in hosts.all for process in host.family]
-    problems += remains(family, chaos.shared, ports)
+    orphan.remove(living)  # the hosts ended as if their power failed
+    problems += remains(family, ports)
     account = chaos.load.account
     problems += [f"wrong answer: {text}" for text in account.wrong] + [
         f"lost: {text}" for text in account.lost
