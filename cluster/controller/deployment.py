@@ -169,7 +169,7 @@ class Controller:
             stay = {node.node_id for node in state.topology.nodes if node.npus} - state.draining
             if must_move(home, cordoned, stay):
                 return {"elsewhere": "the node of its process is to be emptied"}
-            return self.placer.place(without(state, self.health.fenced(), cordoned), engine_id, model)
+            return self.placer.place(without(state, self.health.fenced(), cordoned), engine_id, model, home)
 
     async def report(
         self, engine_id: str, model: str, phase: str, detail: str, seconds: dict[str, float],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import FleetConfig
@@ -31,8 +31,9 @@ class Placer:
     leaving: dict[str, str] = field(default_factory=dict)
     """Engines that have to end, and why."""
 
-    def place(self, state: State, engine_id: str, model: str) -> dict[str, Any]:
-        """Plan one engine and hold the NPUs for it.
+    def place(self, state: State, engine_id: str, model: str, home: str = "") -> dict[str, Any]:
+        """Plan one engine and hold the NPUs for it; among places that cost the same, on ``home``, the node of its
+        process: an engine on one node is not lost with another.
 
         Returns ``{"nodes": [node id by rank], "npus": [index by rank, None where Ray chooses], "device": text}``,
         or ``{"refused": why, "never": bool}``: this is an answer, not a fault, and the engine asks again unless
@@ -41,7 +42,7 @@ class Placer:
         request = requests.of(next(m for m in self.config.models if m.name == model), engine_id)
         try:
             plan = self.ledger.reserve(
-                state,
+                first(state, home),
                 request,
                 time.monotonic(),
                 others=self.missing(state, request),
@@ -108,6 +109,12 @@ class Placer:
         """An engine is gone, or gave up: nothing is promised to it, and it need not leave any more."""
         self.ledger.release(engine_id)
         self.leaving.pop(engine_id, None)
+
+
+def first(state: State, home: str) -> State:
+    """Return ``state`` with the node ``home`` as the first one, which the planner prefers among equal ones."""
+    ordered = sorted(state.topology.nodes, key=lambda node: node.node_id != home)
+    return replace(state, topology=replace(state.topology, nodes=tuple(ordered)))
 
 
 def nodes(state: State, models: dict[str, str], cordoned: Iterable[str] = ()) -> list[dict[str, Any]]:

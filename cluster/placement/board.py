@@ -33,7 +33,7 @@ class Board:
         shapes: dict[tuple[Shape, int], int] = {}
         self.shapes: list[tuple[Shape, int]] = []  # with the NPUs that are sick, as a mask
         self.kinds: dict[str, Kind] = {}
-        for node in sorted(topology.nodes, key=lambda node: node.node_id):
+        for node in topology.nodes:
             if not node.npus:
                 continue
             kind = node.shape, node.shape.mask & ~node.usable

@@ -61,6 +61,14 @@ def test_an_answer_names_nodes_npus_and_device() -> None:
     assert answer == {"nodes": ["n0"] * 8, "npus": list(range(8)), "device": "virtual npu Ascend910B3"}
 
 
+def test_an_engine_gets_the_npus_of_its_own_node_if_others_are_not_better() -> None:
+    two = state(["a2", "a2"])
+    assert placer(SMALL).place(two, "e", "small", "n1")["nodes"] == ["n1"]
+    assert placer(SMALL).place(two, "e", "small", "n9")["nodes"] == ["n0"], "a node without NPUs"
+    fuller = state(["a2", "a2"], held("other", "n0", 0, 1, 2))
+    assert placer(SMALL).place(fuller, "e", "small", "n1")["nodes"] == ["n0"], "whole nodes stay whole"
+
+
 def test_npus_are_left_to_ray_where_it_does_not_know_them() -> None:
     answer = placer(LARGE).place(state(["a2"], exact=False), "e", "large")
     assert (answer["nodes"], answer["npus"]) == (["n0"] * 8, [None] * 8)
