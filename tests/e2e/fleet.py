@@ -28,6 +28,7 @@ PLAIN = False
 ENGINE = "ServeReplica:npufleet:Engine"
 ROUTER = "ServeReplica:npufleet:Router"
 CONTROLLER = "ServeReplica:npufleet:Controller"
+SERVE = "ray::ServeController"
 CORE = "EngineCore"
 WORKER = "RayWorkerProc"
 

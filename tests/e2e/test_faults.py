@@ -7,7 +7,20 @@ import openai
 import psutil
 import pytest
 
-from .fleet import CONTROLLER, CORE, ENGINE, MODEL, ROUTER, WORKER, Fleet, eventually, gone, kill, sockets
+from .fleet import (
+    CONTROLLER,
+    CORE,
+    ENGINE,
+    MODEL,
+    ROUTER,
+    SERVE,
+    WORKER,
+    Fleet,
+    eventually,
+    gone,
+    kill,
+    sockets,
+)
 from .load import Load
 
 
@@ -51,6 +64,18 @@ def test_the_router_dies(fleet: Fleet, client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=4)
     assert answer.choices[0].text
     assert {process.pid for process in fleet.processes(ENGINE)} == engines, "the engines never noticed"
+
+
+def test_serves_own_controller_dies_and_the_engines_go_on(fleet: Fleet, client: openai.OpenAI) -> None:
+    engines = {process.pid for process in fleet.processes(ENGINE)}
+    first = fleet.processes(SERVE)[0]
+    kill(first)
+    eventually("there is another", 120.0, lambda: fleet.processes(SERVE))
+    for _ in range(2):  # it asks each replica meanwhile how it is
+        _, broken = Load(client, 4).wait()
+        assert not broken, [str(stream.error) for stream in broken]
+    assert fleet.ready() == 2
+    assert {process.pid for process in fleet.processes(ENGINE)} == engines
 
 
 def test_the_controller_dies_and_nobody_notices(fleet: Fleet, client: openai.OpenAI) -> None:
