@@ -70,12 +70,12 @@ class HealthService(health_pb2_grpc.HealthServicer):
         """The status now and after each change, until the router closes."""
         last = None
         while True:
-            news = self._news
+            news, closing = self._news, self._closing  # both may change while a status is sent
             status = self.status(request.service)
             if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._closing:
+            if closing:
                 return
             await news.wait()
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 from npufleet.cluster.router.command import endpoints
+from npufleet.cluster.router.health import HealthService
 from npufleet.cluster.router.server import serve_router
 
 from .router_fakes import MODEL, FakeEngine, ListSource, endpoint, fleet, generate_request, tokens_of, until
@@ -158,6 +160,14 @@ async def test_reflection_describes_the_engine_service():
         assert {"vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health"} <= names
         files = answers[1].file_descriptor_response.file_descriptor_proto
         assert pb.DESCRIPTOR.serialized_pb in files
+
+
+async def test_a_watcher_hears_of_a_close_that_comes_while_a_status_is_sent_to_it():
+    health = HealthService(SimpleNamespace(models=lambda: {"tiny": 1}, listen=lambda told: None))
+    watch = health.Watch(health_pb2.HealthCheckRequest(), None)
+    assert (await anext(watch)).status == Status.SERVING
+    health.close()
+    assert [answer.status async for answer in watch] == [Status.NOT_SERVING]
 
 
 async def test_closing_lets_streams_end_and_refuses_new_calls():
