@@ -148,7 +148,7 @@ class FakeEngine(pb_grpc.VllmEngineServicer):
             async for response in self._answer(request, seen, stop, context):
                 yield response
             seen.done = True
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # in the midst of a token, or while one is sent
             seen.cancelled = True
             raise
         finally:
