@@ -178,7 +178,7 @@ def on_all_ranks(size: int, work: Callable[[Group], torch.Tensor]) -> list[torch
         torch.npu.set_device(NPU)
         try:
             return work(Group(ranks=ranks, rank_in_group=rank))
-        except BaseException:
+        except BaseException:  # raised again: the other ranks wait for this one and are let go first
             ranks.barrier.abort()
             raise
 
