@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import Grou
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 from npufleet.plugin.layers.mla import NPUMultiHeadLatentAttention
+from npufleet.plugin.moe.communication.base import Own
 from npufleet.plugin.moe.router import NPURouter
 from npufleet.plugin.moe.runner import NPUMoERunner
 
@@ -60,9 +61,15 @@ class PlainExperts:
     layer: Any
 
     def run(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *_: Any
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        local: Any,
+        step: Any,
+        own: Own | None = None,
     ) -> tuple[torch.Tensor, bool]:
-        """All experts over all tokens ``x`` [T, hidden]; nothing is reduced."""
+        """All experts over all tokens ``x`` [T, hidden], then the shared ones' output; nothing is reduced."""
         layer, out = self.layer, None
         for index in range(layer.global_num_experts):
             share = (weights * (experts == index)).sum(-1, keepdim=True).to(x.dtype)
@@ -70,7 +77,7 @@ class PlainExperts:
             part = (torch.nn.functional.silu(gate) * up) @ layer.w2_weight[index] * share
             out = part if out is None else out + part
         assert out is not None
-        return out, False
+        return out if own is None else out + own(), False
 
 
 class PlainMoERunner(NPUMoERunner):
