@@ -20,6 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_servicer.vllm.config_view import EngineConfigView
 from smg_grpc_servicer.vllm.kv_events import rank_sources_for
+from smg_grpc_servicer.vllm.model_info import eos_token_ids_with_generation_config
 from smg_grpc_servicer.vllm.servicer import VllmEngineServicer
 
 from ..proto.extension import RANK_KEY, ExtensionError, from_metadata
@@ -121,9 +122,16 @@ class EngineService(VllmEngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        """What the engine serves; the initial metadata tells its features."""
+        """What the engine serves; the initial metadata tells its features.
+
+        Its end tokens are all those that end an answer; the stock servicer leaves those of the generation config out,
+        and a router that goes on with an answer elsewhere must know whether it had ended.
+        """
         await context.send_initial_metadata(self._headers)
-        return await super().GetModelInfo(request, context)
+        info = await super().GetModelInfo(request, context)
+        del info.eos_token_ids[:]
+        info.eos_token_ids.extend(eos_token_ids_with_generation_config(self.engine.model_config))
+        return info
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext

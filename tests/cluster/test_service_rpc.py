@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -75,6 +76,14 @@ async def test_a_stock_client_streams(channel: grpc.aio.Channel) -> None:
 async def test_one_piece(channel: grpc.aio.Channel) -> None:
     (response,) = await generate(channel, request(stream=False))
     assert list(response.complete.output_ids) == [10, 11, 12]
+
+
+async def test_all_tokens_that_end_an_answer_are_told(llm: FakeAsyncLLM, channel: grpc.aio.Channel) -> None:
+    llm.model_config.get_vocab_size = lambda: 10
+    llm.model_config.hf_config = SimpleNamespace(eos_token_id=7)
+    llm.model_config.try_get_generation_config = lambda: {"eos_token_id": [9, 7]}
+    info = await pb_grpc.VllmEngineStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=30)
+    assert list(info.eos_token_ids) == [7, 9]
 
 
 async def test_extension_fields_reach_the_engine(llm: FakeAsyncLLM, channel: grpc.aio.Channel) -> None:
