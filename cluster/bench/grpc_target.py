@@ -63,7 +63,8 @@ class GrpcTarget(Target):
                     outcome.end = now
                     outcome.prompt_tokens = answer.complete.prompt_tokens
                     outcome.cached_tokens = answer.complete.cached_tokens
-                    outcome.output_tokens = answer.complete.completion_tokens
+                    # Of a stream it may count the tokens of the last chunk alone.
+                    outcome.output_tokens = max(outcome.output_tokens, answer.complete.completion_tokens)
         except grpc.aio.AioRpcError as error:
             outcome.error = f"{error.code().name}: {error.details()}"
         else:
