@@ -17,6 +17,7 @@ from .engine import args as engine_args
 from .roles import check_roles, with_kv_role
 from .router.hedge import HedgeSettings
 from .router.registry import DEFAULT_POLICY, known_policies
+from .router.replay.rules import DEFAULT_RESUME, MODES
 from .router.settings import RouterSettings
 from .router.split.base import Role
 from .scaling import bounds as scaling
@@ -87,6 +88,7 @@ class RouterConfig:
     otlp_endpoint: str | None = None  # http://HOST:4317 of a collector of traces
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     hedging: HedgeSettings = field(default_factory=HedgeSettings)
+    resume: str = DEFAULT_RESUME  # which broken streams another engine goes on with: off | greedy | all
     split_tokens: int = (
         RouterSettings.split_tokens
     )  # uncached ones from which on prefill engines compute a prompt
@@ -318,12 +320,18 @@ def _router(data: object, where: str) -> RouterConfig:
         otlp_endpoint=checks.collector(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
         admission=_settings(AdmissionSettings, given.get("admission", {}), f"{where}.admission"),
         hedging=_settings(HedgeSettings, given.get("hedging", {}), f"{where}.hedging"),
+        resume=_resume(given.get("resume", DEFAULT_RESUME), f"{where}.resume"),
         split_tokens=checks.integer(
             given.get("split_tokens", RouterConfig.split_tokens), f"{where}.split_tokens", 1, 1 << 30
         ),
         host=checks.host(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", RouterConfig.port), f"{where}.port"),
     )
+
+
+def _resume(value: object, where: str) -> str:
+    # YAML 1.1 reads a bare `off` as false, and nobody can mean anything else by it.
+    return checks.choice("off" if value is False else value, where, MODES)
 
 
 def _gateway(data: object, where: str) -> GatewayConfig:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,10 +16,12 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from ..router.errors import NoEngine
+from ..router.errors import FULL, LOSSES, NoEngine
 from ..router.picker import Lease, Picker, RequestInfo
 from ..router.prefix.prompt import Media, TokenPrompt
 from ..router.prefix.read import make
+from ..router.replay.ends import Limits, finish_of
+from ..router.replay.rules import continued, why_not
 from ..router.retry import RetryBudget, worth_retrying
 from ..router.split.requests import with_params
 from ..router.split.splitter import Handed
@@ -39,7 +43,8 @@ class Job:
     """A request under way."""
 
     request: EngineCoreRequest
-    outgoing: Outgoing
+    outgoing: Outgoing  # for the next engine
+    begun: Outgoing = field(init=False)
     whole: bool  # the client gets the answer in one piece, so nothing is sent before the end
     max_model_len: int
     task: asyncio.Task[None] | None = None
@@ -50,11 +55,29 @@ class Job:
     tried: set[str] = field(default_factory=set)  # engine ids that failed this request
     answered_by: Lease | None = None  # whose answer, in one piece, has come
     handed: Handed | None = None  # of its prompt, where that was computed on another engine
+    reader: ResponseReader | None = None  # of the stream in this attempt
+    ended: bool = False  # nothing but the message that ends the answer was missing
+    said: array[int] = field(default_factory=lambda: array("I"))  # token ids of attempts that broke off
+
+    def __post_init__(self) -> None:
+        self.begun = self.outgoing  # what the first engine was sent
 
     @property
     def sent(self) -> int:
         """Tokens that the client may already have."""
-        return 0 if self.whole else self.tokens
+        return 0 if self.whole else len(self.said) + self.tokens
+
+    def cut(self, into: list[EngineCoreOutput]) -> bool:
+        """The stream broke: keep what came of it and append what was held back; True where the answer was whole."""
+        params = self.request.sampling_params
+        assert params is not None
+        if self.reader is not None:
+            self.said.extend(self.reader.ids)
+            eos = () if params.eos_token_id is None else (params.eos_token_id,)
+            limits = Limits(eos=eos, max_model_len=self.max_model_len)
+            self.ended = self.reader.cut(finish_of(self.begun.message, self.said, limits), into)
+        self.reader, self.tokens = None, 0
+        return self.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +115,7 @@ class Attempts:
     async def serve(self, job: Job) -> VLLMError | None:
         """Run ``job`` to its end; the error that the client must get, or None when all outputs were
         emitted."""
-        failure: VLLMError | None = None
+        fail: Callable[[str], VLLMError] | None = None  # of the attempt before, told why nobody went on
         while True:
             try:
                 async with asyncio.timeout_at(self._loop_deadline()):
@@ -107,7 +130,9 @@ class Attempts:
                 return too_late(job.sent)
             except NoEngine as error:
                 self._metrics.no_engine.labels(self._model).inc()
-                return failure or no_engine(error)
+                if job.sent:
+                    self._picker.on_resume(self._model, "failed")
+                return fail("no other is ready") if fail else no_engine(error)
             if job.tried:
                 self._metrics.retries.labels(self._model).inc()
                 if job.tokens and self.on_restart is not None:
@@ -122,20 +147,51 @@ class Attempts:
                 return error
             except grpc.aio.AioRpcError as error:
                 code = error.code()
-                failure = client_error(error, job.sent)
+                fail = partial(client_error, error, job.sent)
                 self._note(job, lease, f"{code.name}: {error.details()}")
             except asyncio.CancelledError:
-                if job.stalled_for is None:
+                task = asyncio.current_task()
+                if job.stalled_for is None or (task is not None and task.cancelling()):
                     raise
                 code = grpc.StatusCode.INTERNAL  # asks for a probe of the engine
+                fail = partial(stalled, job.stalled_for, job.sent)
                 self._note(job, lease, f"silent for {job.stalled_for:.0f} s")
-                return stalled(job.stalled_for, job.sent)
             finally:
                 lease.release(code, job.tokens)
                 self._metrics.attempts.labels(self._model, code.name).inc()
-            may_retry = worth_retrying(code, len(job.tried), self._settings.max_attempts)
-            if job.sent or not may_retry or not self._budget.take():
-                return failure
+            if job.sent:
+                goes_on, why = self._behind(job, code)
+                if not goes_on:
+                    return None if job.ended else fail(why)
+            elif job.stalled_for is not None or self._why_no_other(job, code):
+                return fail("")
+            job.stalled_for = None
+
+    def _why_no_other(self, job: Job, code: grpc.StatusCode) -> str:
+        """Why a request that failed with ``code`` may not go to another engine; "" where it may, which is then paid."""
+        if not worth_retrying(code, len(job.tried), self._settings.max_attempts):
+            return f"the request has been on {len(job.tried)} engines"
+        return "" if self._budget.take() else "too many requests change engines at once"
+
+    def _behind(self, job: Job, code: grpc.StatusCode) -> tuple[bool, str]:
+        """Make ready for another engine a job of whose answer the client has a part when its stream ends with ``code``.
+
+        Whether it goes on, and what the error says of it where it does not; nothing where the answer was whole.
+        """
+        told, mode = partial(self._picker.on_resume, self._model), self._picker.pool.settings.resume
+        if mode == "off" or not (code in LOSSES or (code in FULL and not job.tokens)):
+            return False, ""
+        if why := why_not(job.begun.message, job.begun.fields, mode):
+            told("refused")
+            return False, why
+        if job.cut(self._emit()):
+            told("ended")
+            return False, ""
+        if why := self._why_no_other(job, code):
+            told("failed")
+            return False, why
+        job.outgoing = replace(job.begun, message=continued(job.begun.message, job.said))
+        return True, ""
 
     def _loop_deadline(self) -> float | None:
         """The client's deadline as the event loop's clock tells it; None where it set none."""
@@ -146,13 +202,13 @@ class Attempts:
         request = job.request
         return RequestInfo(
             model=self._model,
-            prompt_tokens=len(request.prompt_token_ids or ()),
+            prompt_tokens=len(request.prompt_token_ids or ()) + len(job.said),
             request_id=request.request_id,
             session=request.session_id or "",
             cache_salt=request.cache_salt or "",
             priority=request.priority,
             excluded=frozenset(job.tried),
-            prompt=_prompt(request),
+            prompt=_prompt(request, job.said),
             tenant=TENANT.get(),
         )
 
@@ -226,8 +282,14 @@ class Attempts:
         message, metadata, ranked = await self._addressed(job, lease)
         raw = with_rank(message.SerializeToString(), lease.rank)
         reader = ResponseReader(
-            job.request, stream=message.stream, ranked=ranked, max_model_len=job.max_model_len
+            job.request,
+            stream=message.stream,
+            ranked=ranked,
+            max_model_len=job.max_model_len,
+            said=len(job.said),
         )
+        if message.stream:
+            job.reader = reader
         done = False
 
         def take(raw: bytes) -> None:
@@ -242,6 +304,8 @@ class Attempts:
             if not job.tokens:
                 lease.started()
                 self._budget.succeeded()
+                if job.said:
+                    self._picker.on_resume(self._model, "resumed")
             job.tokens = reader.tokens
 
         job.heard_at = time.monotonic()
@@ -255,6 +319,9 @@ class Attempts:
         job.calls.add(call)
         try:
             await call
+        except grpc.aio.AioRpcError:
+            if not done:  # otherwise only the status was missing
+                raise
         finally:
             job.calls.discard(call)
             call.cancel()
@@ -268,8 +335,8 @@ class Attempts:
         )
 
 
-def _prompt(request: EngineCoreRequest) -> TokenPrompt | None:
-    """The prompt as prefix caches see it; None where it is not made of token ids."""
+def _prompt(request: EngineCoreRequest, said: Sequence[int]) -> TokenPrompt | None:
+    """The prompt, and what was ``said`` of the answer, as prefix caches see it; None where it is not token ids."""
     if not request.prompt_token_ids or request.prompt_embeds is not None:
         return None
     media = [
@@ -277,7 +344,8 @@ def _prompt(request: EngineCoreRequest) -> TokenPrompt | None:
         for item in request.mm_features or ()
     ]
     adapter = request.lora_request.lora_name if request.lora_request else ""
-    return make(request.prompt_token_ids, media, lora=adapter, salt=request.cache_salt or "")
+    ids = [*request.prompt_token_ids, *said] if said else request.prompt_token_ids
+    return make(ids, media, lora=adapter, salt=request.cache_salt or "")
 
 
 def _seconds_left(most: float) -> float:

@@ -33,8 +33,9 @@ TRACE: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("npufleet_trace", de
 _BAD_REQUEST = frozenset({Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION})
 
 
-def client_error(error: grpc.aio.AioRpcError, tokens_sent: int) -> VLLMError:
-    """The error for a call that failed for good; ``tokens_sent``: tokens that the client already has."""
+def client_error(error: grpc.aio.AioRpcError, tokens_sent: int, why: str = "") -> VLLMError:
+    """The error for a call that failed for good; ``tokens_sent``: tokens that the client already has, ``why``: why no
+    other engine goes on with them."""
     code, detail = error.code(), error.details() or ""
     if code in _BAD_REQUEST:
         return VLLMValidationError(detail)
@@ -46,7 +47,7 @@ def client_error(error: grpc.aio.AioRpcError, tokens_sent: int) -> VLLMError:
         return too_late(tokens_sent)
     if tokens_sent:
         return GracefulHTTPError(
-            f"the engine was lost after {tokens_sent} tokens of this answer ({code.name}); "
+            f"the engine was lost after {tokens_sent} tokens of this answer ({code.name}){because(why)}; "
             "send the request again",
             HTTPStatus.BAD_GATEWAY,
         )
@@ -68,10 +69,15 @@ def too_late(tokens_sent: int) -> VLLMError:
     return GracefulHTTPError(f"the answer was not whole in time{after}", HTTPStatus.GATEWAY_TIMEOUT)
 
 
-def stalled(seconds: float, tokens_sent: int) -> VLLMError:
-    """The error for an engine that went silent for ``seconds``."""
+def because(why: str) -> str:
+    """What a text about a lost engine adds where nobody went on with the answer."""
+    return f" and no other went on, because {why}" if why else ""
+
+
+def stalled(seconds: float, tokens_sent: int, why: str = "") -> VLLMError:
+    """The error for an engine that went silent for ``seconds``; ``why`` as for :func:`client_error`."""
     return GracefulHTTPError(
-        f"the engine went silent for {seconds:.0f} s after {tokens_sent} tokens; send the request again",
+        f"the engine went silent for {seconds:.0f} s after {tokens_sent} tokens{because(why)}; send the request again",
         HTTPStatus.GATEWAY_TIMEOUT,
     )
 

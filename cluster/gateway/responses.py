@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from typing import Any
 
 from vllm.v1.engine import (
@@ -21,6 +22,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.metrics.stats import PrefillStats
 
+from ..router.replay.ends import Finish
 from .logprobs import output_logprobs, prompt_logprobs
 
 _FINISH = {str(reason): reason for reason in FinishReason}
@@ -29,7 +31,10 @@ _FINISH = {str(reason): reason for reason in FinishReason}
 class ResponseReader:
     """Turns the messages of one call into outputs, in order."""
 
-    def __init__(self, request: EngineCoreRequest, *, stream: bool, ranked: bool, max_model_len: int) -> None:
+    def __init__(
+        self, request: EngineCoreRequest, *, stream: bool, ranked: bool, max_model_len: int, said: int = 0
+    ) -> None:
+        """``said``: tokens of the answer that another engine gave before this call."""
         params = request.sampling_params
         assert params is not None and request.prompt_token_ids is not None
         self._id = request.request_id
@@ -37,14 +42,30 @@ class ResponseReader:
         self._ranked = ranked
         self._stop_ids = params.all_stop_token_ids
         room = max_model_len - len(request.prompt_token_ids)
-        self._last_count = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._last_count = (room if params.max_tokens is None else min(room, params.max_tokens)) - said
         self._wanted = params.num_logprobs
         self._wanted_prompt = params.prompt_logprobs
         self._queued_at = time.monotonic()
         self._sent_at = self._queued_at
         self._held: EngineCoreOutput | None = None
-        self._first = True
-        self.tokens = 0  # read so far
+        self._first = not said
+        self.ids = array("I")  # read so far
+
+    @property
+    def tokens(self) -> int:
+        """How many were read so far."""
+        return len(self.ids)
+
+    def cut(self, finish: Finish | None, into: list[EngineCoreOutput]) -> bool:
+        """The stream broke here: append what was held back, as the answer's end where ``finish`` says that it is."""
+        output, self._held = self._held, None
+        if finish is not None:
+            output = output or EngineCoreOutput(self._id, [])
+            output.finish_reason = _FINISH[finish.reason]
+            output.stop_reason = finish.token
+        if output is not None:
+            into.append(output)
+        return finish is not None
 
     def sent(self) -> None:
         """The request goes to an engine now: what was before counts as time in the queue."""
@@ -83,7 +104,7 @@ class ResponseReader:
 
     def _output(self, ids: list[int], message: Any) -> EngineCoreOutput:
         """``message``: a chunk or a complete; both name their members alike."""
-        self.tokens += len(ids)
+        self.ids.extend(ids)
         output = EngineCoreOutput(self._id, ids)
         if self._wanted is not None and ids:
             output.new_logprobs = output_logprobs(message.output_logprobs, self._wanted, self._ranked)

@@ -28,6 +28,7 @@ from npufleet.cluster.router.processes.exporter import on_port
 from npufleet.cluster.router.processes.setup import Setup
 from npufleet.cluster.router.processes.supervisor import RouterProcesses
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
+from npufleet.cluster.router.replay.rules import MODES
 from npufleet.cluster.router.server import RouterHandle, serve_router
 from npufleet.cluster.router.settings import RouterSettings, front_of
 from npufleet.cluster.router.sources import DnsSource, FileSource, ToldBySelf, endpoints_of
@@ -82,20 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DATA_PLANES,
         help="what clients connect to: grpcio's server, our own, or Envoy (default %(default)s)",
     )
-    parser.add_argument(
-        "--split-tokens",
-        type=int,
-        default=RouterSettings.split_tokens,
-        metavar="N",
-        help="uncached prompt tokens from which on a prefill engine computes a prompt (default %(default)s)",
-    )
-    parser.add_argument(
-        "--hedge-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="ask a second engine for slow answers without a stream of at most so many tokens (default: never)",
-    )
+    _add_ways(parser)
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here, on the same address")
     parser.add_argument(
         "--grace", type=float, default=30.0, help="seconds for running calls to end on SIGTERM"
@@ -121,6 +109,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--otlp-endpoint", metavar="URL", help="collector of OpenTelemetry traces, http://HOST:4317"
     )
     _add_safety(parser)
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """When a second engine has to do with a request."""
+    parser.add_argument(
+        "--split-tokens",
+        type=int,
+        default=RouterSettings.split_tokens,
+        metavar="N",
+        help="uncached prompt tokens from which on a prefill engine computes a prompt (default %(default)s)",
+    )
+    parser.add_argument(
+        "--hedge-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ask a second engine for slow answers without a stream of at most so many tokens (default: never)",
+    )
+    parser.add_argument(
+        "--resume",
+        default=RouterSettings.resume,
+        choices=MODES,
+        help="which streams go on with another engine when theirs is lost: none, those that take the most likely"
+        " token, or also those that draw tokens without a seed (default %(default)s)",
+    )
 
 
 def _add_safety(parser: argparse.ArgumentParser) -> None:
@@ -205,17 +218,22 @@ def link_of(args: argparse.Namespace) -> Tls | None:
     return made
 
 
+def own_tls_of(args: argparse.Namespace) -> ServerTls | None:
+    """What this router shows to clients; ValueError for files that cannot be used or do not belong together."""
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ValueError("--tls-cert and --tls-key are given together or not at all")
+    if args.tls_cert:
+        return ServerTls(certificate=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca).check()
+    if args.tls_client_ca:
+        raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+    return None
+
+
 async def serve(args: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM."""
     check(args)
     tls = link_of(args)
-    if bool(args.tls_cert) != bool(args.tls_key):
-        raise ValueError("--tls-cert and --tls-key are given together or not at all")
-    own = None
-    if args.tls_cert:
-        own = ServerTls(certificate=args.tls_cert, key=args.tls_key, client_ca=args.tls_client_ca).check()
-    elif args.tls_client_ca:
-        raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+    own = own_tls_of(args)
     admission = AdmissionSettings(
         ttft_objective=args.ttft_objective, engine_slots=args.engine_slots, max_queue=args.max_queue
     )
@@ -227,6 +245,7 @@ async def serve(args: argparse.Namespace) -> None:
         admission=admission,
         split_tokens=args.split_tokens,
         hedging=HedgeSettings(max_tokens=args.hedge_tokens),
+        resume=args.resume,
         secret=read_secret(args.secret) if args.secret else None,
         front=front_of(args.data_plane),
     )
@@ -290,6 +309,7 @@ def setup_of(
         admission=admission,
         split_tokens=args.split_tokens,
         hedging=HedgeSettings(max_tokens=args.hedge_tokens),
+        resume=args.resume,
         access_log=args.access_log,
         otlp_endpoint=args.otlp_endpoint,
         keys=args.api_keys,

@@ -20,6 +20,8 @@ LOST = frozenset({Code.UNAVAILABLE})
 BROKE = frozenset({Code.INTERNAL, Code.UNKNOWN, Code.DATA_LOSS})
 # The engine is well but full: another may have room.
 FULL = frozenset({Code.RESOURCE_EXHAUSTED})
+# Ways in which the stream of an answer breaks because of its engine, or of the way to it.
+LOSSES = LOST | BROKE | {Code.ABORTED}
 
 
 class NoEngineReason(StrEnum):
@@ -80,4 +82,4 @@ def attempts_for(code: grpc.StatusCode, most: int) -> int:
     """
     if code in LOST or code in FULL:
         return most
-    return min(2, most) if code in BROKE else 1
+    return min(2, most) if code in LOSSES else 1

@@ -101,6 +101,12 @@ class RouterMetrics:
             ["model", "outcome"],
             registry=registry,
         )
+        self.resumed = Counter(
+            f"{prefix}_resumed",
+            "Streams broken after a part of the answer, by what became of the rest: resumed, ended, refused, failed.",
+            ["model", "outcome"],
+            registry=registry,
+        )
         self.tenant_tokens = Counter(
             f"{prefix}_tenant_tokens",
             "Tokens of answers, by the tenant of the API key.",
@@ -168,6 +174,10 @@ class RouterMetrics:
     def on_hedge(self, model: str, outcome: str) -> None:
         """Count a hedge."""
         self.hedges.labels(model, outcome).inc()
+
+    def on_resume(self, model: str, outcome: str) -> None:
+        """Count a stream that broke."""
+        self.resumed.labels(model, outcome).inc()
 
     def on_state(self, member: Member, old: MemberState, reason: str) -> None:
         """Count an engine that became unusable."""

@@ -106,9 +106,11 @@ class Picker:
         on_refused: Callable[[str, NoEngineReason], None] = lambda model, reason: None,
         on_split: Callable[[str, str], None] = lambda model, outcome: None,
         on_hedge: Callable[[str, str], None] = lambda model, outcome: None,
+        on_resume: Callable[[str, str], None] = lambda model, outcome: None,
     ) -> None:
         """``on_refused(model, reason)`` is told of each request that admission turns away, ``on_split(model, outcome)``
-        of each of a model with prefill engines, ``on_hedge(model, outcome)`` of each hedge.
+        of each of a model with prefill engines, ``on_hedge(model, outcome)`` of each hedge,
+        ``on_resume(model, outcome)`` of each stream that broke.
         """
         self._pool = pool
         self._admission = admission or AdmissionSettings()
@@ -117,6 +119,7 @@ class Picker:
         self.gate = Gate(self._admission, self, on_refused)
         self.splitter = Splitter(self, pool.settings.split_tokens, on_split)
         self.hedges = Hedges(pool.settings.hedging, on_hedge)
+        self.on_resume = on_resume
         pool.listen(self.gate.freed_all)
 
     @property

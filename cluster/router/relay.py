@@ -1,26 +1,32 @@
-"""Generate and Embed: pick an engine, relay the bytes, try another engine while nothing was answered yet."""
+"""Generate and Embed: pick an engine, relay the bytes, try another engine while nothing was answered yet, and let one
+go on with an answer that broke off where the request allows it (``replay/``).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from npufleet.cluster.router.call import Call, CallError, Metadata
-from npufleet.cluster.router.errors import BROKE, LOST
+from npufleet.cluster.router.errors import BROKE, LOSSES, LOST, NoEngine
 from npufleet.cluster.router.metrics import RouterMetrics
+from npufleet.cluster.router.passing import Job, Opened, Passed
 from npufleet.cluster.router.picker import Lease, Picker, RequestInfo
-from npufleet.cluster.router.requests import LiveRequest, LiveRequests
+from npufleet.cluster.router.replay.ends import finish_of
+from npufleet.cluster.router.replay.known import KnownLimits
+from npufleet.cluster.router.replay.rules import continued
+from npufleet.cluster.router.replay.sent import Sent
+from npufleet.cluster.router.requests import LiveRequests
 from npufleet.cluster.router.retry import RetryBudget, worth_retrying
 from npufleet.cluster.router.settings import RouterSettings
-from npufleet.cluster.router.split.base import Params
+from npufleet.cluster.router.split.base import Stage
 from npufleet.cluster.router.split.requests import with_params
 from npufleet.cluster.router.wire import (
     ENGINE_KEY,
-    answered_tokens,
     parse,
     path,
     pb,
@@ -28,64 +34,8 @@ from npufleet.cluster.router.wire import (
     with_rank,
     with_request_id,
 )
-from npufleet.cluster.transport.http2.call import Http2Call
-from npufleet.cluster.transport.http2.served import ServedCall
 
 _CANCELLED = grpc.StatusCode.CANCELLED
-
-
-@dataclass(kw_only=True, slots=True)
-class _Job:
-    """One request on its way through the router."""
-
-    call: Call
-    method: str
-    raw: bytes
-    info: RequestInfo
-    live: LiveRequest
-    arrived: float  # perf_counter seconds
-    params: Params | None = None  # of the hand-over of its prompt, once that has been computed elsewhere
-
-
-@dataclass(kw_only=True, slots=True)
-class _Opened:
-    """An attempt that got its first answer: the message, or EOF of a stream that ended with none."""
-
-    lease: Lease
-    rpc: Any  # grpc.aio.UnaryStreamCall or UnaryUnaryCall of raw bytes
-    first: Any
-
-    def drop(self) -> None:
-        """Another engine was faster."""
-        self.rpc.cancel()
-        self.lease.release(_CANCELLED)
-
-
-@dataclass(slots=True)
-class _Passed:
-    """What of an answer has gone on to the client."""
-
-    lease: Lease
-    context: Any  # grpcio's servicer context, or our own
-    sent: int = 0  # messages
-    last: bytes = b""
-
-    async def all(self, rpc: Any, read: Any) -> None:
-        """Pass on ``read`` and what follows it in ``rpc``."""
-        pours = isinstance(rpc, Http2Call) and isinstance(self.context, ServedCall)
-        while read is not grpc.aio.EOF:
-            self._note(read)
-            await self.context.write(read)
-            read = grpc.aio.EOF if pours and await rpc.pour(self._offer) else await rpc.read()
-
-    def _offer(self, read: bytes) -> bool:
-        self._note(read)
-        return bool(self.context.offer(read))
-
-    def _note(self, read: bytes) -> None:
-        self.lease.heard()
-        self.last = read
-        self.sent += 1
 
 
 class Relay:
@@ -99,6 +49,7 @@ class Relay:
         self._metrics = metrics
         self._settings = settings
         self._budget = RetryBudget(settings.retry_budget)
+        self._limits = KnownLimits()
 
     async def generate(self, raw: bytes, call: Call) -> None:
         """Relay a Generate stream; its messages are the engine's bytes."""
@@ -108,12 +59,10 @@ class Relay:
         """Relay an Embed call."""
         return await self._run("Embed", raw, call, self._embed)
 
-    async def _run(
-        self, method: str, raw: bytes, call: Call, answer: Callable[[_Job], Awaitable[Any]]
-    ) -> Any:
+    async def _run(self, method: str, raw: bytes, call: Call, answer: Callable[[Job], Awaitable[Any]]) -> Any:
         arrived = time.perf_counter()
         try:
-            head = read_head(method, raw, call.metadata)
+            head = read_head(method, raw, call.metadata, self._settings.resume)
         except ValueError as error:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         call.seen["request_id"], call.seen["prompt_tokens"] = head.request_id, head.prompt_tokens
@@ -135,45 +84,132 @@ class Relay:
                 prompt=head.prompt,
                 tenant=call.tenant,
             )
-            job = _Job(call=call, method=method, raw=raw, info=info, live=live, arrived=arrived)
+            job = Job(
+                call=call, method=method, raw=raw, info=info, live=live, arrived=arrived, bound=head.bound
+            )
             return await answer(job)
 
-    async def _generate(self, job: _Job) -> None:
-        whole = job.info
+    async def _generate(self, job: Job) -> None:
+        asked, whole = job.raw, job.info
         await self._split(job)
-        opened = await self._open(job, _read_first, whole)
-        lease, rpc, context = opened.lease, opened.rpc, job.call.context
-        code, passed = _CANCELLED, _Passed(lease, context)
+        opened: Opened | None = await self._open(job, _read_first, whole)
+        passed = Passed(job.call.context, Sent() if job.bound is None else None)
         try:
-            if metadata := await rpc.initial_metadata():  # without any it goes out with the first message
-                await context.send_initial_metadata(tuple(metadata))
-            read = opened.first
-            if read is not grpc.aio.EOF:
-                first = time.perf_counter() - job.arrived
-                self._metrics.of(job.info.model).first_message.observe(first)
-                job.call.seen["first_message"] = first
-            await passed.all(rpc, read)
+            while opened is not None:
+                lost = await self._pass(job, opened, passed)
+                if lost is None:
+                    return
+                opened = await self._resume(job, asked, passed, opened.lease, lost)
+        finally:
+            job.call.seen["tokens"] = passed.counted
+
+    async def _pass(self, job: Job, opened: Opened, passed: Passed) -> grpc.aio.AioRpcError | None:
+        """Pass on what an engine says; how its stream broke, None where it did not."""
+        lease, rpc, context = opened.lease, opened.rpc, job.call.context
+        code, passed.lease = _CANCELLED, lease
+        try:
+            if not passed.sent:
+                if metadata := await rpc.initial_metadata():  # without any it goes out with the first message
+                    await context.send_initial_metadata(tuple(metadata))
+                if opened.first is not grpc.aio.EOF:
+                    first = time.perf_counter() - job.arrived
+                    self._metrics.of(job.info.model).first_message.observe(first)
+                    job.call.seen["first_message"] = first
+            await passed.all(rpc, opened.first)
             engine = (ENGINE_KEY, lease.endpoint.engine_id)
             context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
             code = grpc.StatusCode.OK
+            return None
         except grpc.aio.AioRpcError as error:
             code = error.code()
-            raise self._broken_off(error, lease, passed.sent) from error
+            return error
         finally:
             if code is _CANCELLED:
                 rpc.cancel()
-            tokens = answered_tokens(passed.last, passed.sent)
+            tokens = passed.part()
             lease.release(code, tokens)
-            job.call.seen["tokens"] = tokens
             self._metrics.tenant_tokens.labels(job.info.tenant.name).inc(tokens)
 
-    async def _embed(self, job: _Job) -> bytes:
+    async def _resume(
+        self, job: Job, asked: bytes, passed: Passed, lease: Lease, lost: grpc.aio.AioRpcError
+    ) -> Opened | None:
+        """An engine that goes on where the stream of ``lease`` broke; None where nothing but its end was missing.
+        Raises CallError where there is none, with what broke the stream and why.
+        """
+        broken = self._broken_off(lost, lease, passed.sent)
+        if lost.code() not in LOSSES or self._settings.resume == "off":
+            raise broken from lost
+        outcome, why, kept = "refused", job.bound or "", passed.kept
+        opened = None
+        try:
+            if kept is not None:
+                job.live.lease = None
+                job.attempts += 1
+                outcome = "failed"
+                opened, why = await self._elsewhere(
+                    job, parse(pb.GenerateRequest, asked), passed, lease, lost
+                )
+                outcome = "failed" if why else "ended" if opened is None else "resumed"
+        finally:  # also of a client that leaves meanwhile
+            self._metrics.on_resume(job.info.model, outcome)
+        if why:
+            broken.details += f"; nobody could go on with it: {why}"
+            raise broken from lost
+        if opened is None:
+            job.call.context.set_trailing_metadata(((ENGINE_KEY, lease.endpoint.engine_id),))
+        return opened
+
+    async def _elsewhere(
+        self,
+        job: Job,
+        request: pb.GenerateRequest,
+        passed: Passed,
+        lease: Lease,
+        lost: grpc.aio.AioRpcError,
+    ) -> tuple[Opened | None, str]:
+        """The engine that goes on with the answer to ``request``, or None and why not; no reason: it was whole."""
+        kept = passed.kept
+        assert kept is not None
+        kept.broke()
+        if kept.whole:
+            return None, ""
+        if not kept.readable:
+            return None, "a message of it could not be read"
+        job.info = replace(job.info, excluded=job.info.excluded | {lease.endpoint.engine_id})
+        if why := self._why_no_other(job, lost.code()):
+            return None, why
+        others = [
+            m for m in self._picker.pool.pickable(job.info.model) if m.engine_id not in job.info.excluded
+        ]
+        limits = await self._limits.of(others, lambda: self._left(job, self._settings.control_timeout))
+        if limits is None:
+            return None, "no other engine could be asked what ends it"
+        if not limits.eos and not request.sampling_params.ignore_eos:
+            return None, "its engines do not tell which tokens end an answer"
+        if (finish := finish_of(request, kept.tokens, limits)) is not None:
+            passed.lease = None
+            await passed.one(kept.ending(finish))
+            return None, ""
+        job.raw = continued(request, kept.tokens).SerializeToString()
+        head = read_head("Generate", job.raw, job.call.metadata)
+        job.params = None
+        job.info = replace(job.info, prompt_tokens=head.prompt_tokens, prompt=head.prompt, stage=Stage.WHOLE)
+        try:
+            return await self._open(job, _read_first, job.info), ""
+        except NoEngine as error:
+            return None, str(error)
+        except CallError as error:
+            if error.code is _CANCELLED:
+                raise
+            return None, error.details
+
+    async def _embed(self, job: Job) -> bytes:
         opened = await self._open(job, _read_only, job.info)
         job.call.context.set_trailing_metadata(((ENGINE_KEY, opened.lease.endpoint.engine_id),))
         opened.lease.release()
         return opened.first
 
-    async def _split(self, job: _Job) -> None:
+    async def _split(self, job: Job) -> None:
         """Have the prompt computed elsewhere first, where the engines have roles and it is long enough."""
         if not self._picker.pool.splits(job.info.model):
             return
@@ -190,31 +226,30 @@ class Relay:
         if handed is not None:
             job.params, job.info = handed.params, handed.info
 
-    async def _open(self, job: _Job, wait: Callable[[Any], Awaitable[Any]], whole: RequestInfo) -> _Opened:
+    async def _open(self, job: Job, wait: Callable[[Any], Awaitable[Any]], whole: RequestInfo) -> Opened:
         """Dispatch until an engine answers; raises CallError or NoEngine. A retry is for ``whole``, so that it needs
         nobody else.
         """
-        attempts = 0
         while True:
-            lease = await self._pick(job, attempts)
+            lease = await self._pick(job)
             job.live.lease = lease
-            job.call.seen["engine"], job.call.seen["attempts"] = lease.endpoint.engine_id, attempts + 1
+            job.call.seen["engine"], job.call.seen["attempts"] = lease.endpoint.engine_id, job.attempts + 1
             try:
                 opened = await self._hedged(job, lease, wait)
             except grpc.aio.AioRpcError as error:
                 code = error.code()
-                attempts += 1
+                job.attempts += 1
                 job.live.lease = None
                 job.info = replace(whole, excluded=job.info.excluded | {lease.endpoint.engine_id})
                 job.params = None
-                if not self._again(job, code, attempts):
+                if not self._again(job, code):
                     raise self._failed(error, lease) from error
             else:
                 opened.lease.started()
                 self._budget.succeeded()
                 return opened
 
-    async def _try(self, job: _Job, lease: Lease, wait: Callable[[Any], Awaitable[Any]]) -> _Opened:
+    async def _try(self, job: Job, lease: Lease, wait: Callable[[Any], Awaitable[Any]]) -> Opened:
         """One attempt on one engine; where it fails its lease is given back."""
         rpc, code = None, _CANCELLED  # so it stays where neither an answer nor a status ends the attempt
         try:
@@ -229,9 +264,9 @@ class Relay:
                 if rpc is not None:
                     rpc.cancel()
                 lease.release(code)
-        return _Opened(lease=lease, rpc=rpc, first=first)
+        return Opened(lease=lease, rpc=rpc, first=first)
 
-    async def _hedged(self, job: _Job, lease: Lease, wait: Callable[[Any], Awaitable[Any]]) -> _Opened:
+    async def _hedged(self, job: Job, lease: Lease, wait: Callable[[Any], Awaitable[Any]]) -> Opened:
         """As :meth:`_try`, with a second engine for a short request that takes long."""
         hedges, model = self._picker.hedges, job.info.model
         settings = hedges.settings
@@ -240,7 +275,7 @@ class Relay:
         if not settings.wanted(parse(pb.GenerateRequest, job.raw), job.info.prompt_tokens):
             return await self._try(job, lease, wait)
 
-        async def second() -> Awaitable[_Opened] | None:
+        async def second() -> Awaitable[Opened] | None:
             other = await self._picker.second(job.info, lease)
             return None if other is None else self._try(job, other, wait)
 
@@ -251,29 +286,41 @@ class Relay:
         job.call.seen["engine"] = opened.lease.endpoint.engine_id
         return opened
 
-    async def _pick(self, job: _Job, attempts: int) -> Lease:
+    async def _pick(self, job: Job) -> Lease:
         if job.live.aborted:
             raise CallError(_CANCELLED, f"request {job.live.client_id!r} was aborted")
         lease = await self._picker.pick(job.info)
-        if not attempts:
+        if not job.attempts:
             self._metrics.of(job.info.model).overhead.observe(time.perf_counter() - job.arrived)
         return lease
 
-    def _dispatch(self, job: _Job, lease: Lease) -> Any:
+    def _dispatch(self, job: Job, lease: Lease) -> Any:
         kind = lease.channel.unary_stream if job.method == "Generate" else lease.channel.unary_unary
-        timeout = job.call.remaining(self._settings.request_timeout)
+        timeout = self._left(job, self._settings.request_timeout)
         raw = with_params(with_rank(job.raw, lease.rank), job.params) if job.method == "Generate" else job.raw
         return kind(path(job.method))(raw, timeout=timeout, metadata=tuple(job.call.forwarded()))
 
-    def _again(self, job: _Job, code: grpc.StatusCode, attempts: int) -> bool:
-        others = any(m.engine_id not in job.info.excluded for m in self._picker.pool.pickable(job.info.model))
-        if not others or not worth_retrying(code, attempts, self._settings.max_attempts):
-            return False
-        if not self._budget.take():
-            self._metrics.retries_refused.inc()
+    def _left(self, job: Job, most: float) -> float:
+        """Seconds that a call to an engine may take, ``most`` at most: all attempts share the request's."""
+        left = self._settings.request_timeout - (time.perf_counter() - job.arrived)
+        return min(most, max(0.0, job.call.remaining(left)))
+
+    def _again(self, job: Job, code: grpc.StatusCode) -> bool:
+        if self._why_no_other(job, code):
             return False
         self._metrics.retries.labels(job.info.model, code.name).inc()
         return True
+
+    def _why_no_other(self, job: Job, code: grpc.StatusCode) -> str:
+        """Why a request that failed with ``code`` may not go to another engine; "" where it may, which is then paid."""
+        if not any(m.engine_id not in job.info.excluded for m in self._picker.pool.pickable(job.info.model)):
+            return "no other engine is ready"
+        if not worth_retrying(code, job.attempts, self._settings.max_attempts):
+            return f"it has been on {job.attempts} engines"
+        if not self._budget.take():
+            self._metrics.retries_refused.inc()
+            return "too many requests go to other engines at once"
+        return ""
 
     def _failed(self, error: grpc.aio.AioRpcError, lease: Lease) -> CallError:
         """The status of a request whose last engine failed before any output."""

@@ -111,7 +111,8 @@ async def serve_router(
         port = await _bind(server, host, port, tls)  # first: nothing is left behind where it fails
     metrics = RouterMetrics(registry if registry is not None else CollectorRegistry())
     pool = EnginePool(source, settings, metrics, peers=peers)
-    picker = Picker(pool, chosen, settings.admission, metrics.on_refused, metrics.on_split, metrics.on_hedge)
+    told = (metrics.on_refused, metrics.on_split, metrics.on_hedge, metrics.on_resume)
+    picker = Picker(pool, chosen, settings.admission, *told)
     front = Front(picker, metrics, settings, keys or Keys(()))
     front.add_to(server)
     metrics.watch(pool)

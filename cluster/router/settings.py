@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from npufleet.cluster import checks
 from npufleet.cluster.admission.settings import AdmissionSettings
 from npufleet.cluster.proto.extension import METADATA_LIMIT
 from npufleet.cluster.router.hedge import HedgeSettings
+from npufleet.cluster.router.replay.rules import DEFAULT_RESUME, MODES
 from npufleet.cluster.transport.base import LinkSettings, Tls
 from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, check_transport
 
@@ -59,6 +61,9 @@ class RouterSettings:
     max_streams: int = 8192  # concurrent calls; more are refused with RESOURCE_EXHAUSTED
     split_tokens: int = 512  # uncached prompt tokens from which on a prefill engine computes a prompt
     hedging: HedgeSettings = field(default_factory=HedgeSettings)
+    resume: str = (
+        DEFAULT_RESUME  # which broken streams another engine goes on with: a mode of replay/rules.py
+    )
     # Telling
     access_log: bool = False  # a line per call on the logger npufleet.access
     otlp_endpoint: str | None = (
@@ -76,6 +81,7 @@ class RouterSettings:
         check_transport(self.transport)
         if self.front not in FRONTS:
             raise ValueError(f"unknown front {self.front!r}; there is: {', '.join(FRONTS)}")
+        checks.choice(self.resume, "router setting resume", MODES)
 
     def link(self) -> LinkSettings:
         """What of this concerns the links to engines."""

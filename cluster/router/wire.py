@@ -17,6 +17,7 @@ from smg_grpc_proto.generated import common_pb2
 from npufleet.cluster.proto.extension import ExtensionError, from_metadata
 from npufleet.cluster.router.prefix.prompt import TokenPrompt
 from npufleet.cluster.router.prefix.read import from_message
+from npufleet.cluster.router.replay.rules import why_not
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods}
@@ -45,6 +46,7 @@ class Head(NamedTuple):
     session: str = ""
     cache_salt: str = ""
     priority: int = 0
+    bound: str | None = "it is no Generate request"  # why no other engine can go on with its answer
 
 
 def path(method: str) -> str:
@@ -53,9 +55,12 @@ def path(method: str) -> str:
     return f"/{SERVICE}/{method}"
 
 
-def read_head(method: str, raw: bytes, metadata: Sequence[tuple[str, str | bytes]] = ()) -> Head:
+def read_head(
+    method: str, raw: bytes, metadata: Sequence[tuple[str, str | bytes]] = (), resume: str = "off"
+) -> Head:
     """What ``raw``, a request of ``method``, and its extension in ``metadata`` say; ValueError where it is not
-    such a request. An extension that cannot be read is the engine's to refuse.
+    such a request. An extension that cannot be read is the engine's to refuse. ``resume`` is a mode of
+    ``replay/rules.py``.
     """
     if method == "Embed":
         embed = parse(pb.EmbedRequest, raw)
@@ -75,19 +80,22 @@ def read_head(method: str, raw: bytes, metadata: Sequence[tuple[str, str | bytes
         fields.get("session_id") or "",
         fields.get("cache_salt") or "",
         fields.get("priority") or 0,
+        why_not(generate, fields, resume),
     )
 
 
 def answered_tokens(last: bytes, messages: int) -> int:
     """How many tokens an answer of ``messages`` messages had whose last one is ``last``.
 
-    The last message of a whole answer tells; of one that broke off, each message counts as a token.
+    The last message of an answer in one piece tells. That of a stream may count the tokens of the message before alone,
+    as vLLM's servicer does, so there, and where the answer broke off, each message counts as a token at least.
     """
     try:
         answer = pb.GenerateResponse.FromString(last)
     except DecodeError:
         return messages
-    return answer.complete.completion_tokens or messages
+    whole = answer.WhichOneof("response") == "complete"
+    return max(answer.complete.completion_tokens, messages - 1) if whole else messages
 
 
 class NotAMessage(ValueError):

@@ -110,7 +110,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
                 if request.request_id in self.aborted:
                     yield pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason="abort"))
                     return
-                chunk = pb.GenerateStreamChunk(token_ids=[(base + i) % 50000], completion_tokens=i + 1)
+                chunk = pb.GenerateStreamChunk(token_ids=[(base + i) % 50000], completion_tokens=1)
                 yield pb.GenerateResponse(chunk=chunk)
         except (asyncio.CancelledError, GeneratorExit):  # grpc.aio ends a handler in either way
             self.cancelled.append(request.request_id)

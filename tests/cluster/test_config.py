@@ -90,6 +90,10 @@ def test_plain_data_reads_back_equal() -> None:
         (model(engine={"additional_config": {"moe_communication": "mc3"}}), "did you mean 'mc2'?"),
         (fleet(router=None), "fleet.router: expected a mapping, got nothing"),
         (fleet(router={"hedging": {"max_tokens": "8"}}), "router.hedging.max_tokens: expected an integer"),
+        (
+            fleet(router={"resume": "gredy"}),
+            "router.resume: expected one of all, greedy, off, got 'gredy'; did",
+        ),
         (fleet(router={"otlp_endpoint": "collector"}), "expected http://HOST:4317, got 'collector'"),
         (fleet(router={"otlp_endpoint": "http://c:99999"}), "expected http://HOST:4317"),
         (fleet(gateway={"host": "a\0b"}), "gateway.host: expected an address such as"),
@@ -147,13 +151,14 @@ def test_overrides_reach_every_level() -> None:
             "engine.additional_config.shared_experts": "replicated",
             "router.policy": "round-robin",
             "router.hedging.max_tokens": 8,
+            "router.resume": False,  # as YAML reads a bare `off`
             "gateway.tls.certificate": "/c",
             "gateway.tls.key": "/k",
             "name": "x",
         },
     )
     assert made.models[0].engine["additional_config"] == {"shared_experts": "replicated"}
-    assert made.router.hedging.max_tokens == 8
+    assert (made.router.hedging.max_tokens, made.router.resume) == (8, "off")
     assert made.gateway.tls is not None and made.gateway.tls.key == "/k"
     assert (made.models[0].engines, made.models[0].engine["max_model_len"]) == (2, 128)
     assert (made.router.policy, made.name) == ("round-robin", "x")

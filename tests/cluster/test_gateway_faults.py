@@ -75,6 +75,35 @@ def test_a_stream_that_broke_ends_with_an_error_event(
     assert calls(fleet) == 1
 
 
+@pytest.mark.parametrize("fault", [{"fail_after": 3}, {"die_after": 3}], ids=["engine core dead", "killed"])
+@pytest.mark.parametrize(
+    ("more", "text", "finish"),
+    [({}, "abcdefgh", "stop"), ({"stop": ["de"]}, "abc", "stop"), ({"max_tokens": 5}, "abcde", "length")],
+    ids=["whole", "stop string across the seam", "length"],
+)
+def test_a_greedy_stream_goes_on_with_the_other_engine(
+    fleet: Fleet, client: openai.OpenAI, fault: dict[str, Any], more: dict[str, Any], text: str, finish: str
+) -> None:
+    script_alpha(fleet, token_delay_s=0.02, **fault)
+    answer = load(fleet.tokenizer_dir).encode("abcdefgh").ids
+    for (
+        engine
+    ) in fleet.alpha:  # what is said depends on how much of it stands behind the prompt, one token long
+        engine.script.answer = lambda prompt: answer[len(prompt) - 1 :]
+    got, finished, usage = "", None, None
+    values = {"max_tokens": 20, "temperature": 0.0, "stream_options": {"include_usage": True}, **more}
+    for part in client.completions.create(model="alpha", prompt="x", stream=True, **values):
+        usage = part.usage or usage
+        for choice in part.choices:
+            got += choice.text
+            finished = choice.finish_reason or finished
+    assert (got, finished) == (text, finish)
+    assert usage is not None and usage.prompt_tokens == 1
+    if "stop" not in more:  # where a stop string ends it, the tokens that the engine was ahead count too
+        assert usage.completion_tokens == len(text) + (finish == "stop")  # with the end token
+    assert calls(fleet) == 2
+
+
 @pytest.mark.parametrize("more", [{}, {"stop": ["zzz"]}], ids=["one piece", "streamed for a stop string"])
 def test_an_answer_in_one_piece_is_begun_anew_elsewhere(
     fleet: Fleet, client: openai.OpenAI, more: dict[str, Any]

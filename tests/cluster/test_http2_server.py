@@ -345,6 +345,7 @@ def test_what_headers_say():
 def test_the_routers_own_tests_pass_over_it():
     names = (
         "relay",
+        "resume",
         "safety",
         "control",
         "cancels",

@@ -148,6 +148,7 @@ def test_a_setup_comes_out_of_the_pipe_as_it_went_in(tmp_path):
         host="0.0.0.0",
         port=7,
         admission=AdmissionSettings(ttft_objective=1.5),
+        resume="all",
         keys="/keys",
         secret="/secret",
         tls=ServerTls(certificate="/c", key="/k"),

@@ -16,6 +16,7 @@ class Stream:
 
     index: int
     pieces: int = 0
+    tokens: int = 0  # as the usage tells them
     finished: bool = False
     error: openai.APIError | None = None
     begun: threading.Event = field(default_factory=threading.Event)
@@ -27,7 +28,7 @@ class Load:
     def __init__(self, client: openai.OpenAI, count: int, tokens: int = 96) -> None:
         """Start ``count`` streams of ``tokens`` tokens each and return when each has its first."""
         self._client = client
-        self._tokens = tokens
+        self.tokens = tokens
         self.streams = [Stream(index) for index in range(count)]
         self._threads = [threading.Thread(target=self._run, args=(stream,)) for stream in self.streams]
         for thread in self._threads:
@@ -40,14 +41,16 @@ class Load:
             with self._client.completions.create(
                 model=MODEL,
                 prompt=f"{stream.index}. Once upon a time",
-                max_tokens=self._tokens,
+                max_tokens=self.tokens,
                 temperature=0,
                 stream=True,
+                stream_options={"include_usage": True},
                 extra_body={"ignore_eos": True},
             ) as chunks:
                 for chunk in chunks:
                     stream.pieces += bool(chunk.choices and chunk.choices[0].text)
                     stream.finished |= bool(chunk.choices and chunk.choices[0].finish_reason)
+                    stream.tokens = chunk.usage.completion_tokens if chunk.usage else stream.tokens
                     stream.begun.set()
         except openai.APIError as error:
             stream.error = error

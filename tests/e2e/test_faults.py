@@ -55,6 +55,20 @@ def test_an_engine_dies_under_load(fleet: Fleet, client: openai.OpenAI, victim: 
     assert fleet.status()["npus"]["reserved"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["core", "engine"])
+def test_no_greedy_stream_breaks_with_its_engine(fleet: Fleet, client: openai.OpenAI, victim: str) -> None:
+    fleet.whole()
+    core = cores_of(fleet)[0]
+    load = Load(client, 6)  # temperature 0, and end tokens do not end them
+    kill(core if victim == "core" else psutil.Process(core.ppid()))
+    whole, broken = load.wait()
+    assert not broken, [str(stream.error) for stream in broken]
+    assert len(whole) == 6
+    assert {stream.tokens for stream in whole} == {load.tokens}, "each answer is as long as it was to be"
+    fleet.whole()
+
+
 def test_the_router_dies(fleet: Fleet, client: openai.OpenAI) -> None:
     engines = {process.pid for process in fleet.processes(ENGINE)}
     kill(fleet.processes(ROUTER)[0])

@@ -71,6 +71,7 @@ async def serve(metrics_socket: Path) -> None:
             admission=setup.admission,
             split_tokens=setup.split_tokens,
             hedging=setup.hedging,
+            resume=setup.resume,
             access_log=setup.access_log,
             otlp_endpoint=setup.otlp_endpoint,
             secret=read_secret(setup.secret) if setup.secret else None,

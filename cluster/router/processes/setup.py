@@ -28,6 +28,7 @@ class Setup:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     split_tokens: int = RouterSettings.split_tokens
     hedging: HedgeSettings = field(default_factory=HedgeSettings)
+    resume: str = RouterSettings.resume
     keys: str | None = None  # file of API keys
     secret: str | None = None  # file of the fleet's secret
     tls: ServerTls | None = None
