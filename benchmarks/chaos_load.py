@@ -14,6 +14,7 @@ import httpx
 
 GIVE_UP_S = 240.0  # a client that waits longer calls its request lost
 PAUSE_S = 0.5
+EVERY_S = 1.5  # a client asks at most so often: processors are to be left over for what starts anew
 
 
 class Refused(Exception):
@@ -68,7 +69,9 @@ class Load:
         while not self.stopping:
             model, prompt = asked[turn % len(asked)]
             turn += 1
+            begun = time.monotonic()
             await self._request(client, model, prompt)
+            await asyncio.sleep(max(0.0, begun + EVERY_S - time.monotonic()))
 
     async def _request(self, client: httpx.AsyncClient, model: str, prompt: str) -> None:
         account, give_up = self.account, time.monotonic() + GIVE_UP_S
