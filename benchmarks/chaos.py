@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
@@ -19,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ import httpx
 import psutil
 
 from benchmarks.chaos_load import Account, Load, known_answers
-from benchmarks.hosts import Host, Hosts, free_port
+from benchmarks.hosts import Host, Hosts, free_port, mapped
 from npufleet.cluster import demo_model
-from npufleet.cluster.engine import orphan
 
 TOKENS = 24
 PROMPTS = ["1, 2, 3, 4,", "The capital of France is", "Monday, Tuesday,", "Once upon a time"]
@@ -132,9 +130,7 @@ class Chaos:
         if fault.host:
             host = self.hosts.head if fault.host == "head" else self.rng.choice(self._engine_hosts())
             titles = " ".join(map(title, host.family))
-            had = mapped(host.family)
             self.hosts.kill(host)
-            orphan.remove(had - self.look())  # with the power of a host goes what it had in memory
             time.sleep(RESTART_S)
             self.hosts.start(host)
             return ENGINE in titles or WORKER in titles
@@ -255,15 +251,6 @@ def leftovers(address: str, wanted: int) -> list[str]:
     return [] if len(names) == wanted else [f"{len(names)} placement groups for {wanted} engines: {names}"]
 
 
-def mapped(processes: Iterable[psutil.Process]) -> set[str]:
-    """The shared memory that the processes have mapped."""
-    found: set[str] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has just ended
-            found.update(orphan.shared_memory(process.pid))
-    return found
-
-
 def forgotten(temporary: Path, shared: set[str]) -> list[str]:
     """What there is on all hosts that no living process holds: sockets and folders of the fleet among the temporary
     files, and which of ``shared`` memory.
@@ -363,10 +350,8 @@ async def attack(
         except TimeoutError as error:
             problems.append(str(error))
         problems += await asyncio.to_thread(leftovers, hosts.address, args.engines)
-        living = chaos.look()
-        problems += forgotten(hosts.temporary, chaos.shared - living)
+        problems += forgotten(hosts.temporary, chaos.shared - chaos.look())
         family = [process for host in hosts.all for process in host.family]
-    orphan.remove(living)  # the hosts ended as if their power failed
     problems += remains(family, ports)
     account = chaos.load.account
     problems += [f"wrong answer: {text}" for text in account.wrong] + [

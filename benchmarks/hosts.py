@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from benchmarks import namespaces
+from npufleet.cluster.engine import orphan
 from npufleet.cluster.topology import facts
 from npufleet.cluster.topology.command import flags
 from npufleet.cluster.topology.facts import Facts
@@ -167,14 +169,16 @@ class Hosts:
             )
 
     def kill(self, host: Host) -> None:
-        """End a host at once."""
+        """End a host at once, and what it alone had in memory with it."""
         family = host.family
+        had = mapped(family)
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=END_S)
         assert host.process is not None
         host.process.wait(END_S)
+        orphan.remove(had - mapped(process for other in self.all for process in other.family))
 
     def end(self) -> None:
         """End everything."""
@@ -189,6 +193,15 @@ class Hosts:
     def on_head(self, command: list[str]) -> list[str]:
         """Return ``command`` so that it runs on the head."""
         return namespaces.inside(self.head.space, command) if self.head.space else command
+
+
+def mapped(processes: Iterable[psutil.Process]) -> set[str]:
+    """The shared memory that the processes have mapped."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has just ended
+            found.update(orphan.shared_memory(process.pid))
+    return found
 
 
 def _restore(variables: dict[str, str | None]) -> None:
