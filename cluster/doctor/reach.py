@@ -30,6 +30,7 @@ class RankResult:
     bus_bytes_per_s: float = 0.0
     code: int | None = None  # None: it did not end in time
     error: str = ""  # the last lines that it wrote to stderr
+    ran: float = 0.0  # seconds until it ended
 
     @property
     def good(self) -> bool:
@@ -47,17 +48,18 @@ def run_rank(where: str, rank: int, world: int, master: str, npu: int, seconds: 
         sys.executable, "-m", MODULE, "--rank", str(rank), "--world", str(world), "--master", master,
         "--npu", str(npu), "--seconds", str(seconds),
     ]  # fmt: skip
+    began, late = time.monotonic(), False
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = process.communicate(timeout=3 * seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        return _result(where, out, err, None)
-    return _result(where, out, err, process.returncode)
+        late = True
+    return _result(where, out, err, None if late else process.returncode, time.monotonic() - began)
 
 
-def _result(where: str, out: str, err: str, code: int | None) -> RankResult:
+def _result(where: str, out: str, err: str, code: int | None, ran: float) -> RankResult:
     said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     wrong = "".join(
         f"the sum is {entry['wrong']}, not {entry['wanted']}" for entry in said if "wrong" in entry
@@ -69,6 +71,7 @@ def _result(where: str, out: str, err: str, code: int | None) -> RankResult:
         bus_bytes_per_s=max((entry.get("bus_bytes_per_s", 0.0) for entry in said), default=0.0),
         code=code,
         error=wrong or explain(err) or " / ".join(told[-LAST_LINES:]),
+        ran=round(ran, 1),
     )
 
 
@@ -102,7 +105,9 @@ class _Ranks:
 
 
 def judge(results: Sequence[RankResult], seconds: float) -> Finding:
-    """Return what the ranks' results mean together; of several that failed, the one that came least far is named."""
+    """Return what the ranks' results mean together. Of several that failed the one that came least far is named, of
+    those the one that failed first: the others have waited for it.
+    """
     name = "HCCL all-reduce"
     if all(result.good for result in results):
         speed = min(result.bus_bytes_per_s for result in results) / 1e9
@@ -113,7 +118,7 @@ def judge(results: Sequence[RankResult], seconds: float) -> Finding:
         )
     failed = [result for result in results if not result.good]
     order = ("", *NEXT)
-    culprit = min(failed, key=lambda result: (order.index(_last(result)), not result.error, result.where))
+    culprit = min(failed, key=lambda result: (order.index(_last(result)), not result.error, result.ran))
     fault = "did not end in time" if culprit.code is None else f"failed ({culprit.error or culprit.code})"
     return Finding(
         name=name,

@@ -255,8 +255,10 @@ def test_links_and_tls_switches(down: tuple[int, ...], odd: tuple[int, ...], lev
         assert found[1].text == "the switches differ: 0 on NPU 0_2-7; 1 on NPU 1"
 
 
-def rank(where: str, *stages: str, code: int | None = 1, error: str = "") -> reach.RankResult:
-    return reach.RankResult(where=where, stages=dict.fromkeys(stages, 1.0), code=code, error=error)
+def rank(
+    where: str, *stages: str, code: int | None = 1, error: str = "", ran: float = 0.0
+) -> reach.RankResult:
+    return reach.RankResult(where=where, stages=dict.fromkeys(stages, 1.0), code=code, error=error, ran=ran)
 
 
 def test_the_rank_that_came_least_far_is_named() -> None:
@@ -268,6 +270,9 @@ def test_the_rank_that_came_least_far_is_named() -> None:
     assert finding.level is Level.FAIL
     assert finding.text.startswith("b failed (107001 invalid device) while opening its NPU; 3 of 3 ranks")
     assert "107001: the device index is not valid" in finding.remedy
+    waited = rank("a", "device", "joined", error="not arrived: rank 1", ran=120.0)
+    first = reach.judge([waited, rank("b", "device", "joined", error="no route", ran=2.0)], 120.0)
+    assert first.text.startswith("b failed (no route) while connecting HCCL")
     hung = reach.judge([rank("a", "device", "joined", code=None), rank("b", *all_, code=0)], 3.0)
     assert hung.text == "a did not end in time while connecting HCCL; 1 of 2 ranks failed"
     assert "hccn_tool" in hung.remedy
