@@ -6,8 +6,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from npufleet.cluster.endpoints import Role
 from npufleet.cluster.placement import cost
-from npufleet.cluster.placement.plan import Placed, Request, Role
+from npufleet.cluster.placement.plan import Placed, Request
 from npufleet.cluster.topology import simulated
 from npufleet.cluster.topology.model import Topology
 

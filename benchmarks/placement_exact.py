@@ -169,5 +169,5 @@ class Exact:
     def _alike(self) -> dict[Any, list[Request]]:
         groups: dict[Any, list[Request]] = defaultdict(list)
         for wish in self.case.wishes:
-            groups[wish.model, wish.role].append(wish)
+            groups[wish.kin].append(wish)
         return groups

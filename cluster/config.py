@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from . import checks, yaml_text
 from .admission.settings import AdmissionSettings
+from .endpoints import Role
 from .engine import args as engine_args
 from .roles import check_roles, with_kv_role
 from .router.hedge import HedgeSettings
 from .router.registry import DEFAULT_POLICY, known_policies
 from .router.replay.rules import DEFAULT_RESUME, MODES
 from .router.settings import RouterSettings
-from .router.split.base import Role
 from .scaling import bounds as scaling
 from .tls import FleetTls, ServerTls
 from .transport.registry import DEFAULT_TRANSPORT, known_transports

@@ -13,6 +13,19 @@ from enum import StrEnum
 from typing import Protocol
 
 
+class Role(StrEnum):
+    """What an engine does of a request, by the names that vLLM's documentation has for it."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def partner(self) -> Role | None:
+        """The role whose engines this one hands KV caches to or takes them from."""
+        return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self)
+
+
 class EngineState(StrEnum):
     """Life of an engine as seen by the router: only READY engines are picked."""
 

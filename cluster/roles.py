@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import checks
-from .router.split.base import KV_ROLES, Role
+from .endpoints import Role
+from .router.split.base import KV_ROLES
 from .router.split.registry import handoff_of, known_connectors
 
 if TYPE_CHECKING:

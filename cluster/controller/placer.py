@@ -11,7 +11,7 @@ from typing import Any
 from ..config import FleetConfig
 from ..placement import requests
 from ..placement.ledger import Ledger
-from ..placement.plan import NoRoom, Placed, Plan, Request
+from ..placement.plan import NoRoom, Placed, Plan, Request, placed_as
 from ..placement.ray_state import State, exact
 from ..topology.model import Node
 from .progress import Phase, ProgressBoard
@@ -82,10 +82,7 @@ class Placer:
         model = next((model for model in self.config.models if model.name == name), None)
         if model is None:
             return None
-        request = requests.of(model, engine_id)
-        return Placed(
-            engine_id=engine_id, bundles=(), model=model.name, role=request.role, priority=request.priority
-        )
+        return placed_as(requests.of(model, engine_id), ())
 
     def missing(self, state: State, asking: Request) -> list[Request]:
         """Return the engines that the configuration wants and that have no NPUs yet, without the one that asks.

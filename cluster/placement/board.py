@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
+from ..endpoints import Role
 from ..topology.model import Node, Shape, Topology, mask_of
 from . import cost
-from .plan import Bundle, Placed, Request, Role
+from .plan import Bundle, Placed, Request
 from .room import broken, groups, room, widest
 
 Kind = tuple[int, int]
@@ -105,24 +106,24 @@ class Board:
 
     def crowded(self, request: Request, node_id: str) -> int:
         """What it costs that engines like this one sit in the node's failure domain already."""
-        return cost.CROWDED * bool(self.crowd[request.model, request.role, self.racks[node_id]])
+        return cost.CROWDED * bool(self.crowd[*request.kin, self.racks[node_id]])
 
     def apart(self, request: Request, fabric: str) -> int:
         """What it adds to the cost of engines without a partner near them to place this one in this fabric."""
         partner = request.role.partner
         if partner is None:
             return 0
-        mine, theirs = self.homes[request.model, request.role], self.homes[request.model, partner]
+        mine, theirs = self.homes[request.kin], self.homes[request.kin[0], partner]
         return _apart(mine + Counter({fabric: 1}), theirs) - _apart(mine, theirs)
 
     def _count(self, engine: Placed, step: int) -> None:
         used = {bundle.node_id for bundle in engine.bundles if bundle.node_id in self.nodes}
         for rack in {self.racks[node_id] for node_id in used}:
-            before = self.crowd[engine.model, engine.role, rack]
-            self.crowd[engine.model, engine.role, rack] += step
+            before = self.crowd[*engine.kin, rack]
+            self.crowd[*engine.kin, rack] += step
             self.spent += cost.CROWDED * (max(0, before + step - 1) - max(0, before - 1))
-        mine, partner = self.homes[engine.model, engine.role], engine.role.partner
-        theirs = self.homes[engine.model, partner] if partner else Counter()
+        mine, partner = self.homes[engine.kin], engine.role.partner
+        theirs = self.homes[engine.kin[0], partner] if partner else Counter()
         self.spent -= _apart(mine, theirs)
         for fabric in {self.fabrics[node_id] for node_id in used}:
             mine[fabric] += step

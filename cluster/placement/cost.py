@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from ..endpoints import Role
 from ..topology.model import Topology, mask_of
-from .plan import Placed, Role
+from .plan import Placed
 from .room import broken
 
 SPAN = 8  # each node of an engine beyond its first
@@ -43,13 +44,13 @@ def of(topology: Topology, engines: Iterable[Placed], busy: Mapping[str, int] | 
             free[node_id] &= ~mask_of(
                 b.npu for b in engine.bundles if b.node_id == node_id and b.npu is not None
             )
-        racks.update((engine.model, engine.role, rack) for rack in {nodes[n].fails_with for n in used})
+        racks.update((*engine.kin, rack) for rack in {nodes[n].fails_with for n in used})
         fabrics = {nodes[node_id].fabric for node_id in used}
-        pods.setdefault((engine.model, engine.role), set()).update(fabrics)
+        pods.setdefault(engine.kin, set()).update(fabrics)
         homes.append((engine, fabrics))
     total += CROWDED * sum(count - 1 for count in racks.values())
     for engine, fabrics in homes:
-        partners = pods.get((engine.model, engine.role.partner)) if engine.role.partner else None
+        partners = pods.get((engine.kin[0], engine.role.partner)) if engine.role.partner else None
         total += APART * bool(partners and not partners & fabrics)
     for node_id, node in nodes.items():
         domains, pairs = broken(node.shape, free[node_id] | (node.shape.mask & ~node.usable))

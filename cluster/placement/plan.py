@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Role(StrEnum):
-    """What an engine does of a request."""
-
-    BOTH = "both"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    @property
-    def partner(self) -> Role | None:
-        """The role whose engines this one hands KV caches to or takes them from."""
-        return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self)
+from ..endpoints import Role
 
 
 class Rule(StrEnum):
@@ -43,10 +32,17 @@ class Request:
     data_parallel_size: int = 1
     expert_parallel: bool = False
     role: Role = Role.BOTH
+    serves: str = ""
+    """The name that clients ask for, which prefill and decode deployments share; that of the model if empty."""
     priority: int = 0
     """Higher ones are placed first, and may take the NPUs of lower ones where the fleet allows that."""
     soc: str = ""
     """The chip it must run on; any if empty."""
+
+    @property
+    def kin(self) -> tuple[str, Role]:
+        """What engines that do the same have in common: the name that clients ask for, and the role."""
+        return self.serves or self.model, self.role
 
     @property
     def groups(self) -> int:
@@ -94,7 +90,13 @@ class Placed:
     bundles: tuple[Bundle, ...]
     model: str = ""
     role: Role = Role.BOTH
+    serves: str = ""  # as a request's
     priority: int = 0
+
+    @property
+    def kin(self) -> tuple[str, Role]:
+        """As a request's."""
+        return self.serves or self.model, self.role
 
 
 def placed_as(request: Request, bundles: tuple[Bundle, ...]) -> Placed:
@@ -104,6 +106,7 @@ def placed_as(request: Request, bundles: tuple[Bundle, ...]) -> Placed:
         bundles=bundles,
         model=request.model,
         role=request.role,
+        serves=request.serves,
         priority=request.priority,
     )
 

@@ -168,7 +168,7 @@ class _Area:
     def _cheapest(self, rooms: Iterable[tuple[int, Node]], count: int) -> Node:
         """The node on which ``count`` groups cost least; among equal ones the fullest, then the first."""
         board, crowd = self.board, self.board.crowd
-        mine = self.request.model, self.request.role
+        mine = self.request.kin
         known: dict[Kind, tuple[int, int]] = {}
         best, chosen = (1 << 60, 0), None
         for _, node in rooms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import ModelConfig
+from ..endpoints import Role
 from .plan import Request
 
 
@@ -15,6 +16,8 @@ def of(model: ModelConfig, engine_id: str) -> Request:
         pipeline_parallel_size=model.pipeline_parallel_size,
         data_parallel_size=model.data_parallel_size,
         expert_parallel=bool(model.engine.get("enable_expert_parallel", False)),
+        role=Role(model.role),
+        serves=model.asked_for,
         priority=model.priority,
         soc=model.chip,
     )

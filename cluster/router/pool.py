@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
-from npufleet.cluster.endpoints import EndpointSource, EngineEndpoint, Snapshot
+from npufleet.cluster.endpoints import EndpointSource, EngineEndpoint, Role, Snapshot
 from npufleet.cluster.router.errors import NoEngine, NoEngineReason
 from npufleet.cluster.router.ledger import Peers
 from npufleet.cluster.router.member import Member, MemberState
 from npufleet.cluster.router.settings import RouterSettings
-from npufleet.cluster.router.split.base import Role, Stage
+from npufleet.cluster.router.split.base import Stage
 from npufleet.cluster.router.split.roles import fit_for
 from npufleet.cluster.router.watch import follow
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from npufleet.cluster.endpoints import EndpointSource, EngineEndpoint, EngineState, Snapshot
-from npufleet.cluster.router.split.base import KV_ROLES, Role
+from npufleet.cluster.endpoints import EndpointSource, EngineEndpoint, EngineState, Role, Snapshot
+from npufleet.cluster.router.split.base import KV_ROLES
 from npufleet.cluster.router.split.registry import handoff_of
 from npufleet.cluster.router.wire import path, pb
 from npufleet.cluster.transport.base import LinkSettings, Tls

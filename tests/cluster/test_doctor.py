@@ -280,10 +280,10 @@ def test_the_rank_that_came_least_far_is_named() -> None:
 
 def test_what_a_rank_says_is_read() -> None:
     out = '{"stage": "device", "seconds": 1.0}\n{"stage": "joined", "seconds": 2.0}\n{"wrong": [1.0], "wanted": 3}\n'
-    result = reach._result("n", out, "UserWarning: no\n", 1)
+    result = reach._result("n", out, "UserWarning: no\n", 1, 2.0)
     assert result.stages == {"device": 1.0, "joined": 2.0}
     assert result.error == "the sum is [1.0], not 3"
-    failed = reach._result("n", "", "trace\nRuntimeError: EI0006: getting socket times out\n", 1)
+    failed = reach._result("n", "", "trace\nRuntimeError: EI0006: getting socket times out\n", 1, 2.0)
     assert failed.error.startswith("EI0006: a rank did not answer when the group connected")
     assert reach.RankResult(**failed.to_dict()) == failed
 

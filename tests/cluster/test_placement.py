@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from npufleet.cluster.endpoints import Role
 from npufleet.cluster.placement import cost, planner, ray_state, search
 from npufleet.cluster.placement.board import Board
 from npufleet.cluster.placement.ledger import PROMISE_S, Ledger
-from npufleet.cluster.placement.plan import Bundle, NoRoom, Placed, Plan, Request, Role, Rule, placed_as
+from npufleet.cluster.placement.plan import Bundle, NoRoom, Placed, Plan, Request, Rule, placed_as
 from npufleet.cluster.topology import simulated
 from npufleet.cluster.topology.labels import resources, to_labels
 from npufleet.cluster.topology.model import Topology, mask_of

@@ -7,8 +7,9 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npufleet.cluster.endpoints import Role
 from npufleet.cluster.placement import cost, planner
-from npufleet.cluster.placement.plan import NoRoom, Placed, Plan, Request, Role, placed_as
+from npufleet.cluster.placement.plan import NoRoom, Placed, Plan, Request, placed_as
 from npufleet.cluster.topology import simulated
 from npufleet.cluster.topology.chips import Family
 from npufleet.cluster.topology.model import Node, Topology, mask_of

@@ -138,6 +138,23 @@ def test_wrong_wishes(extra: dict[str, Any], said: str) -> None:
     assert said in str(error.value)
 
 
+def test_prefill_engines_come_near_those_that_decode_for_the_same_name() -> None:
+    transfer = {"kv_transfer_config": {"kv_connector": "ExampleConnector"}}
+    eight = {"tensor_parallel_size": 16, **transfer}
+    decode = {"name": "chat", "engine": eight, "role": "decode"}
+    prefill = {"name": "chat-prompts", "serves": "chat", "engine": eight, "role": "prefill"}
+    pods = simulated.fleet({"a3": 4}, pod_servers=2, rack_servers=1)
+    here = placer(decode, prefill)
+    here.registry.heartbeat(endpoint("d", "chat"), 0.0)
+    names = [node.node_id for node in pods.nodes]
+    fleet = [ray_node(node) for node in pods.nodes]
+    taken = ray_state.state(fleet, {"0": held("d", names[2], *range(16))})
+    assert here.place(taken, "p", "chat-prompts")["nodes"][0] == names[3]
+    alone = placer(decode, {**prefill, "serves": "", "role": "both"})
+    alone.registry.heartbeat(endpoint("d", "chat"), 0.0)
+    assert alone.place(taken, "p", "chat-prompts")["nodes"][0] == names[0]
+
+
 def test_a_request_is_what_the_engine_arguments_say() -> None:
     made = placer({**SMALL, "engine": {"tensor_parallel_size": 4}, "priority": 7, "chip": "Ascend910B3"})
     request = requests.of(made.config.models[0], "e")

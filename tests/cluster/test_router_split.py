@@ -11,11 +11,11 @@ import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from npufleet.cluster.endpoints import EngineEndpoint
+from npufleet.cluster.endpoints import EngineEndpoint, Role
 from npufleet.cluster.proto.extension import EXTENSION_KEY, decode, encode
 from npufleet.cluster.router.pool import StaticSource
 from npufleet.cluster.router.sources import ToldBySelf
-from npufleet.cluster.router.split.base import Role, Stage
+from npufleet.cluster.router.split.base import Stage
 from npufleet.cluster.router.split.registry import handoff_of, known_connectors
 from npufleet.cluster.router.split.requests import (
     may_split,

@@ -7,17 +7,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from npufleet.cluster.endpoints import EngineEndpoint
+from npufleet.cluster.endpoints import EngineEndpoint, Role
 
 Params = Mapping[str, Any]
-
-
-class Role(StrEnum):
-    """What an engine does, by the names that vLLM's documentation has for it."""
-
-    BOTH = "both"
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Stage(StrEnum):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from npufleet.cluster.router.split.base import Role, Stage
+from npufleet.cluster.endpoints import Role
+from npufleet.cluster.router.split.base import Stage
 
 T = TypeVar("T")
 
