@@ -127,13 +127,14 @@ async def compare(ways: Sequence[Running], rounds: int) -> None:
         print(table(ways, load) + "\n", flush=True)
 
 
-def start_engine(tokenizer: Path) -> tuple[subprocess.Popen[str], Engine]:
-    """A mock engine."""
-    command = [sys.executable, "-m", "benchmarks.router.mock_engine", str(tokenizer)]
+def start_engine(tokenizer: Path, core: Path) -> tuple[subprocess.Popen[str], Engine]:
+    """A mock engine; the sockets of its core come into ``core``."""
+    core.mkdir()
+    command = [sys.executable, "-m", "benchmarks.router.mock_engine", str(tokenizer), str(core)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     over_grpc_address, http_address = process.stdout.readline().split()
-    return process, Engine(grpc=over_grpc_address, http=http_address)
+    return process, Engine(grpc=over_grpc_address, http=http_address, core=str(core))
 
 
 def main() -> None:
@@ -150,8 +151,8 @@ def main() -> None:
         (tokenizer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
         try:
             engines = []
-            for _ in range(2):
-                process, engine = start_engine(tokenizer)
+            for number in range(2):
+                process, engine = start_engine(tokenizer, Path(folder) / f"core{number}")
                 processes.append(process)
                 engines.append(engine)
             ways = []

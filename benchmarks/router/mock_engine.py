@@ -1,7 +1,9 @@
-"""A mock engine in its own process: VllmEngine over gRPC and OpenAI chat over HTTP, without a model.
+"""A mock engine in its own process: VllmEngine over gRPC, OpenAI chat over HTTP, and an engine core for vLLM's own API
+server, without a model.
 
 The first token of a request goes out at once; further ones in step: every 10 ms each open stream gets one, as an
-engine sends them. ``python -m benchmarks.router.mock_engine TOKENIZER_DIR`` prints ``GRPC_ADDRESS HTTP_ADDRESS``.
+engine sends them. ``python -m benchmarks.router.mock_engine TOKENIZER_DIR CORE_DIR``
+prints ``GRPC_ADDRESS HTTP_ADDRESS``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_servicer.tokenizer_bundle import TokenizerBundle, tokenizer_chunks
 
+from benchmarks.router.mock_core import MockCore
+
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MODEL = "bench"
 TOKEN = 66  # the letter "a" in the test tokenizer
@@ -31,12 +35,14 @@ CONTEXT = 4096
 class Steps:
     """Ticks that all streams of the engine wait for together."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: MockCore) -> None:
         self._next = asyncio.Event()
+        self._core = core
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(STEP_SECONDS)
+            await self._core.step()
             now, self._next = self._next, asyncio.Event()
             now.set()
 
@@ -143,9 +149,10 @@ def http_app(steps: Steps) -> Any:
     return app
 
 
-async def main(tokenizer: Path) -> None:
-    """Serve until killed."""
-    steps = Steps()
+async def main(tokenizer: Path, folder: Path) -> None:
+    """Serve until killed. ``folder`` gets the sockets of the core."""
+    core = MockCore(folder, TOKEN)
+    steps = Steps(core)
     server = grpc_server(steps, tokenizer)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -156,8 +163,8 @@ async def main(tokenizer: Path) -> None:
     )
     serving = asyncio.create_task(uvicorn.Server(config).serve(sockets=[sock]))
     print(f"127.0.0.1:{port} 127.0.0.1:{sock.getsockname()[1]}", flush=True)
-    await asyncio.gather(serving, steps.run())
+    await asyncio.gather(serving, steps.run(), core.run())
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Path(sys.argv[1])))
+    uvloop.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

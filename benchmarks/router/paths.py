@@ -24,6 +24,7 @@ class Engine:
 
     grpc: str
     http: str
+    core: str  # a folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Way:
     speaks: str  # grpc | http: what the client speaks
     package: str = ""  # a requirement to install into an environment of its own
     command: str = ""
-    each: str = ""  # with {grpc} and {http}
+    each: str = ""  # with {grpc}, {http} or {core}
+    engines: int = 2
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,6 +84,13 @@ WAYS = (
         command=_GATEWAY + ' --transport grpcio --set {{"port":{port}}}',
         each="--engine {grpc}",
         environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    ),
+    Way(
+        name="vLLM's API server alone",
+        speaks="http",
+        command="-m benchmarks.router.plain_server {tokenizer} {port}",
+        each="{core}",
+        engines=1,
     ),
     Way(
         name="smg 1.13.0",
@@ -136,7 +145,8 @@ def start(
     port = free_port()
     values = {"port": port, "metrics": free_port(), "tokenizer": tokenizer}
     command = [word.format(**values) for word in path.command.split()]
-    command += [word.format(grpc=e.grpc, http=e.http) for e in engines for word in path.each.split()]
+    own = engines[: path.engines]
+    command += [word.format(grpc=e.grpc, http=e.http, core=e.core) for e in own for word in path.each.split()]
     program = [sys.executable, *command]
     if path.package:
         folder = environment_of(path.package)
