@@ -66,6 +66,7 @@ async def ask_grpc(stub: pb_grpc.VllmEngineStub, mark: str) -> Answer:
     """One stream of the VllmEngine service."""
     got = Answer()
     request = generate_request(TOKENS, tuple(ids_of(f"#{mark}#")), "")
+    request.sampling_params.temperature = 0.0  # as over HTTP
     try:
         async for message in stub.Generate(request, timeout=CALL_SECONDS):
             got.text += "".join(chr(FIRST + token) for token in message.chunk.token_ids)

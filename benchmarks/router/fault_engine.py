@@ -65,9 +65,12 @@ class MarkEngine(FakeEngine):
         )
 
     async def text(self, prompt: str, count: int) -> str:
-        """The answer to ``prompt``; a prompt without a mark is a router's own question."""
+        """The next ``count`` characters of the answer to ``prompt``; one without a mark is a router's own question."""
         mark = _MARK.search(prompt)
-        return answer(self.name, mark.group(1) if mark else "0", count)
+        if mark is None:
+            return answer(self.name, "0", count)
+        done = len(prompt) - mark.end()
+        return answer(self.name, mark.group(1), done + count)[done:]
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
         """The test tokenizer's model."""

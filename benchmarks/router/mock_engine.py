@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import uvicorn
@@ -23,7 +23,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_servicer.tokenizer_bundle import TokenizerBundle, tokenizer_chunks
 
-from benchmarks.router.mock_core import MockCore
+if TYPE_CHECKING:
+    from benchmarks.router.mock_core import MockCore
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MODEL = "bench"
@@ -151,6 +152,8 @@ def http_app(steps: Steps) -> Any:
 
 async def main(tokenizer: Path, folder: Path) -> None:
     """Serve until killed. ``folder`` gets the sockets of the core."""
+    from benchmarks.router.mock_core import MockCore  # not at the top: vLLM takes seconds to load
+
     core = MockCore(folder, TOKEN)
     steps = Steps(core)
     server = grpc_server(steps, tokenizer)
