@@ -2,6 +2,8 @@
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,23 @@ class NPUModelRunner(GPUModelRunner):
             force_uniform_decode=force_uniform_decode,
             **kwargs,
         )
+
+    @contextmanager
+    def synchronize_input_prep(self) -> Iterator[None]:
+        """As vLLM's: what the step before may still copy from is not written. But the host waits only if the NPU has
+        not copied it yet. Copies are the first thing that a step does, and the one before it had ended when its tokens
+        came.
+        """
+        event = self.prepare_inputs_event
+        if event is None:  # steps are not scheduled ahead
+            yield
+            return
+        if not event.query():
+            event.synchronize()
+        try:
+            yield
+        finally:
+            event.record()
 
     @torch.inference_mode()
     def capture_model(self) -> int:
