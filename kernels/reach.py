@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -28,7 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--master", required=True, help="HOST:PORT on which rank 0 listens for the others")
     parser.add_argument("--npu", type=int, default=0, help="index of the NPU among those that are visible")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each step (default %(default)s)")
+    parser.add_argument(
+        "--end-with-stdin", action="store_true", help="end when standard input does: whoever asked is gone"
+    )
     options = parser.parse_args(arguments)
+    if options.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     return 0 if reach(options.rank, options.world, options.master, options.npu, options.seconds) else 1
 
 
@@ -70,6 +77,12 @@ def reach(rank: int, world: int, master: str, npu: int, seconds: float) -> bool:
         return True
     finally:
         dist.destroy_process_group()
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when Python ends
+        pass
+    os._exit(1)
 
 
 def _bandwidth(device: torch.device, world: int) -> float:

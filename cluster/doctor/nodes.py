@@ -23,6 +23,7 @@ from . import reach
 from .examine import machine
 from .finding import Finding, Level
 
+AFTER_FAILURE_S = 10.0  # that ranks may still take when one has failed
 ANSWER_S = 120.0
 CLOCK_ASKS = 5
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 30.0
@@ -239,12 +240,25 @@ def _run(group: Any, ranks: Sequence[Node], npus: Sequence[int]) -> Finding:
         }
         rank_here = ray.remote(_rank).options(**options)
         calls.append(rank_here.remote(node.title, rank, len(ranks), master, npu if node.exact else None))
-    results = []
-    for node, call in zip(ranks, calls, strict=True):
-        told = _answer(call, 4 * reach.STEP_S)
-        failed = reach.RankResult(where=node.title, code=1, error=str(told))
+    results = _gather(dict(zip(calls, (node.title for node in ranks), strict=True)))
+    return reach.judge(results, time.monotonic() - began, unheard=len(calls) - len(results))
+
+
+def _gather(calls: dict[Any, str]) -> list[reach.RankResult]:
+    """What ranks say, until all have or, after one that failed, for a little longer: others may only wait for it."""
+    import ray
+
+    results, end = [], time.monotonic() + 4 * reach.STEP_S
+    while calls:
+        done, _ = ray.wait(list(calls), timeout=max(0.0, end - time.monotonic()))
+        if not done:
+            break
+        told, where = _answer(done[0]), calls.pop(done[0])
+        failed = reach.RankResult(where=where, code=1, error=str(told))
         results.append(failed if isinstance(told, str) else reach.RankResult(**told))
-    return reach.judge(results, time.monotonic() - began)
+        if not results[-1].good:
+            end = min(end, time.monotonic() + AFTER_FAILURE_S)
+    return results
 
 
 def _free_port() -> int:

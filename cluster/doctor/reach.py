@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -46,16 +47,23 @@ def run_rank(where: str, rank: int, world: int, master: str, npu: int, seconds: 
     """Run one rank in a process of its own and return how far it came; it is killed at the deadline."""
     command = [
         sys.executable, "-m", MODULE, "--rank", str(rank), "--world", str(world), "--master", master,
-        "--npu", str(npu), "--seconds", str(seconds),
+        "--npu", str(npu), "--seconds", str(seconds), "--end-with-stdin",
     ]  # fmt: skip
     began, late = time.monotonic(), False
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    here, there = os.pipe()  # it ends when the other end of its stdin does, so with this process too
     try:
-        out, err = process.communicate(timeout=3 * seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        late = True
+        process = subprocess.Popen(
+            command, stdin=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        os.close(here)
+        try:
+            out, err = process.communicate(timeout=3 * seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            late = True
+    finally:
+        os.close(there)
     return _result(where, out, err, None if late else process.returncode, time.monotonic() - began)
 
 
@@ -104,12 +112,14 @@ class _Ranks:
         self._pool.shutdown()
 
 
-def judge(results: Sequence[RankResult], seconds: float) -> Finding:
-    """Return what the ranks' results mean together. Of several that failed the one that came least far is named, of
-    those the one that failed first: the others have waited for it.
+def judge(results: Sequence[RankResult], seconds: float, unheard: int = 0) -> Finding:
+    """Return what the ranks' results mean together; of ``unheard`` more nothing was heard.
+
+    Of several that failed the one that came least far is named, of those the one that failed first: the others have
+    waited for it.
     """
     name = "HCCL all-reduce"
-    if all(result.good for result in results):
+    if results and not unheard and all(result.good for result in results):
         speed = min(result.bus_bytes_per_s for result in results) / 1e9
         return Finding(
             name=name,
@@ -117,13 +127,17 @@ def judge(results: Sequence[RankResult], seconds: float) -> Finding:
             text=f"{len(results)} ranks in {seconds:.0f} s, {speed:.1f} GB/s",
         )
     failed = [result for result in results if not result.good]
+    if not failed:
+        text = f"nothing was heard of {unheard} of {unheard + len(results)} ranks in {seconds:.0f} s"
+        return Finding(name=name, level=Level.FAIL, text=text, remedy="look at `ray status`: is a node away?")
     order = ("", *NEXT)
     culprit = min(failed, key=lambda result: (order.index(_last(result)), not result.error, result.ran))
     fault = "did not end in time" if culprit.code is None else f"failed ({culprit.error or culprit.code})"
     return Finding(
         name=name,
         level=Level.FAIL,
-        text=f"{culprit.where} {fault} while {NEXT[_last(culprit)]}; {len(failed)} of {len(results)} ranks failed",
+        text=f"{culprit.where} {fault} while {NEXT[_last(culprit)]}; {len(failed) + unheard} of "
+        f"{len(results) + unheard} ranks failed",
         remedy=explain(culprit.error)
         or "see that HCCL_IF_IP and HCCL_SOCKET_IFNAME name the network that the nodes share, and that links and "
         "TLS switches of the NPUs agree (hccn_tool -i N -link -g, -tls -g)",

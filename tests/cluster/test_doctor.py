@@ -273,6 +273,10 @@ def test_the_rank_that_came_least_far_is_named() -> None:
     waited = rank("a", "device", "joined", error="not arrived: rank 1", ran=120.0)
     first = reach.judge([waited, rank("b", "device", "joined", error="no route", ran=2.0)], 120.0)
     assert first.text.startswith("b failed (no route) while connecting HCCL")
+    early = reach.judge([rank("b", "device", "joined", error="no route")], 12.0, unheard=2)
+    assert early.text == "b failed (no route) while connecting HCCL; 3 of 3 ranks failed"
+    silent = reach.judge([rank("a", *all_, code=0)], 240.0, unheard=1)
+    assert silent.level is Level.FAIL and silent.text == "nothing was heard of 1 of 2 ranks in 240 s"
     hung = reach.judge([rank("a", "device", "joined", code=None), rank("b", *all_, code=0)], 3.0)
     assert hung.text == "a did not end in time while connecting HCCL; 1 of 2 ranks failed"
     assert "hccn_tool" in hung.remedy
