@@ -132,6 +132,7 @@ async def race(
     """
     tries = [asyncio.ensure_future(first)]
     won: asyncio.Future[T] | None = None
+    kept: asyncio.Future[T] | None = None
     try:
         await asyncio.wait(tries, timeout=delay)
         if not tries[0].done() and (other := await second()) is not None:
@@ -142,14 +143,23 @@ async def race(
             won = next((one for one in tries if one in done and _answered(one)), None)
         if won is None:
             return await tries[0], None  # it raises
+        others = [one for one in tries if one is not won and one.cancel()]
+        await asyncio.gather(*others, return_exceptions=True)
+        kept = won
         return won.result(), None if len(tries) == 1 else won is tries[1]
-    finally:
+    finally:  # also where whoever waits here is cancelled, which may be while the slower one ends
         for one in tries:
-            one.cancel()
-        await asyncio.gather(*tries, return_exceptions=True)
-        for one in tries:
-            if one is not won and _answered(one):
-                one.result().drop()
+            if one is not kept:
+                _let_go(one)
+
+
+def _let_go(one: asyncio.Future[T]) -> None:
+    """Nobody wants the answer of ``one``, now or when it comes."""
+    if not one.done():
+        one.cancel()
+        one.add_done_callback(_let_go)
+    elif _answered(one):
+        one.result().drop()
 
 
 def _answered(one: asyncio.Future[T]) -> bool:

@@ -200,3 +200,26 @@ async def test_a_first_attempt_that_fails_in_time_asks_nobody() -> None:
 
     with pytest.raises(KeyError):
         await race(attempt(Answer("one"), gate, [], KeyError()), 5.0, second)
+
+
+async def test_a_client_that_leaves_while_the_slower_engine_ends_leaves_nothing() -> None:
+    quicker = Answer("quicker")
+
+    async def slower() -> Answer:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            asking.cancel()  # the client leaves now
+            raise
+        raise AssertionError("nobody lets it end")
+
+    async def answers() -> Answer:
+        return quicker
+
+    async def second():
+        return answers()
+
+    asking = asyncio.create_task(race(slower(), 0.01, second))
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert quicker.dropped
