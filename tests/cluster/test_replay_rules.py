@@ -110,6 +110,7 @@ def test_the_next_engine_gets_the_tokens_and_less_to_do():
         ({}, [9, 1], None),
         ({}, [1] * 6, None),
         ({}, [1] * 7, Finish("length")),
+        ({}, [1] * 8, None),  # its engine has another limit
         ({}, [], None),
     ],
 )

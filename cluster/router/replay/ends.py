@@ -39,7 +39,8 @@ def finish_of(request: pb.GenerateRequest, tokens: Sequence[int], limits: Limits
         return Finish("stop")
     if last in params.stop_token_ids or last in eos:
         return Finish("stop", last)
-    full = limits.max_model_len and len(request.tokenized.input_ids) + len(tokens) >= limits.max_model_len
+    # More than the limit is an engine's that has another one: its answer was not full.
+    full = limits.max_model_len and len(request.tokenized.input_ids) + len(tokens) == limits.max_model_len
     if full or (params.HasField("max_tokens") and len(tokens) >= params.max_tokens):
         return Finish("length")
     return None
