@@ -26,6 +26,7 @@ from ..router.retry import RetryBudget, worth_retrying
 from ..router.split.requests import with_params
 from ..router.split.splitter import Handed
 from ..router.wire import with_rank
+from ..transport.closed import closed_is_unavailable
 from .engines import FeatureCache
 from .errors import DEADLINE, TENANT, TRACE, client_error, no_engine, stalled, too_late
 from .metrics import GatewayMetrics
@@ -56,6 +57,7 @@ class Job:
     answered_by: Lease | None = None  # whose answer, in one piece, has come
     handed: Handed | None = None  # of its prompt, where that was computed on another engine
     reader: ResponseReader | None = None  # of the stream in this attempt
+    at_seam: bool = False  # its stream broke, and no other engine has said anything yet
     ended: bool = False  # nothing but the message that ends the answer was missing
     said: array[int] = field(default_factory=lambda: array("I"))  # token ids of attempts that broke off
 
@@ -76,7 +78,7 @@ class Job:
             eos = () if params.eos_token_id is None else (params.eos_token_id,)
             limits = Limits(eos=eos, max_model_len=self.max_model_len)
             self.ended = self.reader.cut(finish_of(self.begun.message, self.said, limits), into)
-        self.reader, self.tokens = None, 0
+        self.reader, self.tokens, self.at_seam = None, 0, not self.ended
         return self.ended
 
 
@@ -115,7 +117,14 @@ class Attempts:
     async def serve(self, job: Job) -> VLLMError | None:
         """Run ``job`` to its end; the error that the client must get, or None when all outputs were
         emitted."""
-        fail: Callable[[str], VLLMError] | None = None  # of the attempt before, told why nobody went on
+        try:
+            return await self._serve(job)
+        finally:
+            if job.at_seam:
+                self._picker.on_resume(self._model, "failed")
+
+    async def _serve(self, job: Job) -> VLLMError | None:
+        fail: Callable[[str], VLLMError] | None = None  # of what broke the answer, told why nobody went on
         while True:
             try:
                 async with asyncio.timeout_at(self._loop_deadline()):
@@ -130,39 +139,37 @@ class Attempts:
                 return too_late(job.sent)
             except NoEngine as error:
                 self._metrics.no_engine.labels(self._model).inc()
-                if job.sent:
-                    self._picker.on_resume(self._model, "failed")
                 return fail("no other is ready") if fail else no_engine(error)
             if job.tried:
                 self._metrics.retries.labels(self._model).inc()
                 if job.tokens and self.on_restart is not None:
                     self.on_restart(job.request)
                 job.tokens = 0
-            code = grpc.StatusCode.CANCELLED
+            code, details = grpc.StatusCode.CANCELLED, ""
             try:
                 lease = await self._hedged(job, lease)
                 code = grpc.StatusCode.OK
                 return None
             except VLLMValidationError as error:
-                return error
+                return fail(str(error)) if fail and job.at_seam else error
             except grpc.aio.AioRpcError as error:
-                code = error.code()
-                fail = partial(client_error, error, job.sent)
-                self._note(job, lease, f"{code.name}: {error.details()}")
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if job.stalled_for is None or (task is not None and task.cancelling()):
-                    raise
-                code = grpc.StatusCode.INTERNAL  # asks for a probe of the engine
-                fail = partial(stalled, job.stalled_for, job.sent)
-                self._note(job, lease, f"silent for {job.stalled_for:.0f} s")
+                code, details = error.code(), error.details() or ""
+                if job.stalled_for is None:
+                    if not job.at_seam or code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        fail = partial(client_error, error, job.sent)
+                    self._note(job, lease, f"{code.name}: {error.details()}")
+                else:
+                    code = grpc.StatusCode.INTERNAL  # asks for a probe of the engine
+                    fail = partial(stalled, job.stalled_for, job.sent)
+                    self._note(job, lease, f"silent for {job.stalled_for:.0f} s")
             finally:
                 lease.release(code, job.tokens)
                 self._metrics.attempts.labels(self._model, code.name).inc()
+            assert fail is not None
             if job.sent:
                 goes_on, why = self._behind(job, code)
                 if not goes_on:
-                    return None if job.ended else fail(why)
+                    return None if job.ended else fail(why or (details if job.at_seam else ""))
             elif job.stalled_for is not None or self._why_no_other(job, code):
                 return fail("")
             job.stalled_for = None
@@ -179,7 +186,7 @@ class Attempts:
         Whether it goes on, and what the error says of it where it does not; nothing where the answer was whole.
         """
         told, mode = partial(self._picker.on_resume, self._model), self._picker.pool.settings.resume
-        if mode == "off" or not (code in LOSSES or (code in FULL and not job.tokens)):
+        if mode == "off" or not (code in LOSSES or (code in FULL and job.at_seam)):
             return False, ""
         if why := why_not(job.begun.message, job.begun.fields, mode):
             told("refused")
@@ -188,7 +195,6 @@ class Attempts:
             told("ended")
             return False, ""
         if why := self._why_no_other(job, code):
-            told("failed")
             return False, why
         job.outgoing = replace(job.begun, message=continued(job.begun.message, job.said))
         return True, ""
@@ -264,7 +270,8 @@ class Attempts:
         """The request as that engine understands it, its metadata, and whether the answer will tell ranks."""
         if not job.outgoing.needs_features:
             return job.outgoing.message, job.outgoing.trace or TRACE.get(), False
-        features = await self._features.of(lease.endpoint.engine_id, lease.channel)
+        with closed_is_unavailable():
+            features = await self._features.of(lease.endpoint.engine_id, lease.channel)
         message, metadata, ranked = job.outgoing.to_engine(features)
         return message, metadata if job.outgoing.trace else (*TRACE.get(), *metadata), ranked
 
@@ -304,8 +311,9 @@ class Attempts:
             if not job.tokens:
                 lease.started()
                 self._budget.succeeded()
-                if job.said:
-                    self._picker.on_resume(self._model, "resumed")
+            if job.at_seam:
+                job.at_seam = False
+                self._picker.on_resume(self._model, "resumed")
             job.tokens = reader.tokens
 
         job.heard_at = time.monotonic()
@@ -318,7 +326,8 @@ class Attempts:
         )
         job.calls.add(call)
         try:
-            await call
+            with closed_is_unavailable():
+                await call
         except grpc.aio.AioRpcError:
             if not done:  # otherwise only the status was missing
                 raise

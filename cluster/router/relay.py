@@ -34,6 +34,7 @@ from npufleet.cluster.router.wire import (
     with_rank,
     with_request_id,
 )
+from npufleet.cluster.transport.closed import closed_is_unavailable
 
 _CANCELLED = grpc.StatusCode.CANCELLED
 
@@ -108,16 +109,18 @@ class Relay:
         lease, rpc, context = opened.lease, opened.rpc, job.call.context
         code, passed.lease = _CANCELLED, lease
         try:
-            if not passed.sent:
-                if metadata := await rpc.initial_metadata():  # without any it goes out with the first message
-                    await context.send_initial_metadata(tuple(metadata))
-                if opened.first is not grpc.aio.EOF:
-                    first = time.perf_counter() - job.arrived
-                    self._metrics.of(job.info.model).first_message.observe(first)
-                    job.call.seen["first_message"] = first
-            await passed.all(rpc, opened.first)
-            engine = (ENGINE_KEY, lease.endpoint.engine_id)
-            context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
+            with closed_is_unavailable():
+                if not passed.sent:
+                    # Without any it goes out with the first message.
+                    if metadata := await rpc.initial_metadata():
+                        await context.send_initial_metadata(tuple(metadata))
+                    if opened.first is not grpc.aio.EOF:
+                        first = time.perf_counter() - job.arrived
+                        self._metrics.of(job.info.model).first_message.observe(first)
+                        job.call.seen["first_message"] = first
+                await passed.all(rpc, opened.first)
+                engine = (ENGINE_KEY, lease.endpoint.engine_id)
+                context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
             code = grpc.StatusCode.OK
             return None
         except grpc.aio.AioRpcError as error:
@@ -254,7 +257,8 @@ class Relay:
         rpc, code = None, _CANCELLED  # so it stays where neither an answer nor a status ends the attempt
         try:
             rpc = self._dispatch(job, lease)
-            first = await wait(rpc)
+            with closed_is_unavailable():
+                first = await wait(rpc)
             code = grpc.StatusCode.OK
         except grpc.aio.AioRpcError as error:
             code = error.code()

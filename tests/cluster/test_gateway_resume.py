@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 import pytest
@@ -21,7 +21,7 @@ from npufleet.cluster.router import member
 from .router_fakes import MODEL, QUICK, Fleet, fleet, until
 from .test_gateway_translate import EOS as FRONTEND_EOS
 from .test_gateway_translate import core_request
-from .test_router_resume import LENGTH, PROMPT, Chain, engines, idle, positions, ready, resumed
+from .test_router_resume import LENGTH, PROMPT, Chain, engines, idle, lose_the_link, positions, ready, resumed
 
 Code = grpc.StatusCode
 
@@ -172,3 +172,55 @@ async def test_a_client_that_leaves_in_the_seam_ends_the_new_engines_work():
         await asking
         await idle(g.fleet)
         assert not g.errors
+        assert resumed(g.fleet, "failed") == 1
+
+
+@pytest.mark.parametrize("transport", ["http2", "grpcio"])
+@pytest.mark.parametrize("how", ["stuck", "left"])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_a_request_whose_link_the_router_closes_goes_on(how: str, transport: str, after: int):
+    async with gateway(*engines(2), transport=transport, leave_timeout=0.1) as g:
+        whole = told(await g.ask())
+        asking = asyncio.create_task(g.ask(-after))
+        await until(lambda: g.core.active == 1 and not g.fleet.engines[0].breaks)
+        await until(lambda: [job.tokens for job in g.core._jobs.values()] == [after])
+        lose_the_link(g.fleet, how)
+        assert told(await asking) == whole and not g.errors
+        assert resumed(g.fleet, "resumed") == bool(after)
+
+
+@dataclass(eq=False)
+class Unending(Chain):
+    """Never tells the status of an answer."""
+
+    async def _break_at(self, where: int | str, context) -> None:
+        if where == "status":
+            await asyncio.Event().wait()
+
+
+async def test_an_answer_is_whole_whether_its_status_comes_or_not():
+    own = GatewaySettings(token_gap_timeout=0.5)
+    async with gateway(Unending(name="a"), own=own) as g:
+        for temperature in (0.0, 1.0):
+            outputs = await g.ask(temperature=temperature)
+            assert len([each for each in outputs if each.finish_reason is not None]) == 1 and not g.errors
+        assert not any(resumed(g.fleet, outcome) for outcome in ("resumed", "ended", "refused", "failed"))
+
+
+@dataclass(eq=False)
+class Unwilling(Chain):
+    """Takes no prompt that is longer than the first one."""
+
+    async def _break_at(self, where: int | str, context) -> None:
+        if len(self.seen[-1].tokenized.input_ids) > len(PROMPT):
+            await context.abort(Code.INVALID_ARGUMENT, "that prompt is too long")
+        await super()._break_at(where, context)
+
+
+async def test_an_engine_that_will_not_go_on_is_the_reason_not_the_error():
+    breaks: list[int | str] = []
+    async with gateway(*(Unwilling(name=name, breaks=breaks) for name in "ab")) as g:
+        await g.ask(2)
+        assert "the engine was lost after 2 tokens of this answer (UNAVAILABLE)" in str(g.errors[0])
+        assert "because that prompt is too long" in str(g.errors[0])
+        assert resumed(g.fleet, "failed") == 1

@@ -15,7 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from npufleet.cluster.proto.extension import EXTENSION_KEY, encode
 from npufleet.cluster.router import member
 
-from .router_fakes import MODEL, QUICK, FakeEngine, Fleet, fleet, until
+from .router_fakes import MODEL, QUICK, FakeEngine, Fleet, endpoint, fleet, until
 
 Code = grpc.StatusCode
 EOS, ALSO_EOS = 49_999, 49_998
@@ -330,6 +330,41 @@ async def test_what_the_client_caused_or_nobody_wants_is_left_alone(code: Code, 
         assert error.details().replace("b", "a") == details.replace("b", "a")
         assert sum(f.served()) == 1
         assert not any(resumed(f, outcome) for outcome in ("resumed", "ended", "refused", "failed"))
+
+
+def lose_the_link(f: Fleet, how: str) -> None:
+    """Close the link to the engine that has a request, as the router does: the engine is stuck, or has left."""
+    (busy,) = [each for each in f.router.picker.pool.members() if each.in_flight]
+    if how == "stuck":
+        busy.channel.drop("stuck")
+    else:
+        f.source.put(*(endpoint(engine) for engine in f.engines if engine.name != busy.engine_id))
+
+
+@pytest.mark.parametrize("transport", ["http2", "grpcio"])
+@pytest.mark.parametrize("how", ["stuck", "left"])
+async def test_a_stream_whose_link_the_router_closes_goes_on(how: str, transport: str):
+    async with fleet(*engines(2), settings=replace(QUICK, transport=transport, leave_timeout=0.1)) as f:
+        whole = await answered(f, ask())
+        f.engines[0].breaks[:] = positions(-3)
+        call = f.stub.Generate(ask())
+        got = [await call.read() for _ in range(3)]
+        lose_the_link(f, how)
+        while (message := await call.read()) is not grpc.aio.EOF:
+            got.append(message)
+        assert got == whole and resumed(f, "resumed") == 1
+        await until(lambda: len(f.router.front.live) == 0)
+
+
+@pytest.mark.parametrize("transport", ["http2", "grpcio"])
+async def test_a_request_without_an_answer_goes_elsewhere_when_its_link_is_closed(transport: str):
+    async with fleet(*engines(2), settings=replace(QUICK, transport=transport)) as f:
+        f.engines[0].breaks[:] = positions(0)
+        reading = asyncio.create_task(read(f.stub.Generate(ask())))
+        await until(lambda: sum(f.served()) == 1 and not f.engines[0].breaks)
+        lose_the_link(f, "stuck")
+        got, error = await reading
+        assert error is None and len(got) == LENGTH + 1
 
 
 async def test_drawn_tokens_go_on_where_the_user_lets_them_but_not_those_of_a_seed():

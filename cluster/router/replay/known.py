@@ -11,6 +11,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from npufleet.cluster.router.member import Member
 from npufleet.cluster.router.replay.ends import Limits
+from npufleet.cluster.transport.closed import closed_is_unavailable
 
 _REMEMBERED = 1024
 
@@ -32,7 +33,8 @@ class KnownLimits:
                 return known
             ask = vllm_engine_pb2_grpc.VllmEngineStub(member.channel).GetModelInfo
             try:
-                told = await ask(pb.GetModelInfoRequest(), timeout=seconds())
+                with closed_is_unavailable():
+                    told = await ask(pb.GetModelInfoRequest(), timeout=seconds())
             except grpc.aio.AioRpcError as error:
                 member.outcome(error.code())
                 continue

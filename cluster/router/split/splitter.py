@@ -5,7 +5,6 @@ Whatever goes wrong meanwhile costs time, never the answer: the request then goe
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import uuid
@@ -26,6 +25,7 @@ from npufleet.cluster.router.split.requests import (
     worth_splitting,
 )
 from npufleet.cluster.router.wire import path, pb, with_rank
+from npufleet.cluster.transport.closed import closed_is_unavailable
 
 if TYPE_CHECKING:
     from npufleet.cluster.router.picker import Lease, Picker
@@ -113,18 +113,13 @@ async def _compute(lease: Lease, raw: bytes, metadata: Metadata, seconds: float)
     call: Any = lease.channel.unary_stream(path("Generate"))(raw, timeout=seconds, metadata=tuple(metadata))
     told = None
     try:
-        while (message := await call.read()) is not grpc.aio.EOF:
-            lease.heard()
-            lease.started()
-            answer = pb.GenerateResponse.FromString(message)
-            if answer.complete.kv_transfer_params_json:
-                told = json.loads(answer.complete.kv_transfer_params_json)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        nothing = grpc.aio.Metadata()  # the link was closed under the call
-        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "closed") from error
+        with closed_is_unavailable():
+            while (message := await call.read()) is not grpc.aio.EOF:
+                lease.heard()
+                lease.started()
+                answer = pb.GenerateResponse.FromString(message)
+                if answer.complete.kv_transfer_params_json:
+                    told = json.loads(answer.complete.kv_transfer_params_json)
     finally:
         call.cancel()
     return told
