@@ -258,6 +258,27 @@ async def test_a_refused_stream_starts_over_once():
         assert error.code() is Code.UNAVAILABLE and "before it looked" in error.details()
 
 
+async def test_a_refused_request_above_the_window_goes_out_whole_the_second_time():
+    body = bytes(100_000)
+
+    async def script(peer: Peer) -> None:
+        await peer.open()
+        _, number, _ = await peer.until(frames.HEADERS)
+        peer.write(frames.reset(number, frames.REFUSED_STREAM), frames.window_update(0, 1 << 20))
+        while (await peer.until(frames.HEADERS))[1] == number:
+            pass
+        came, flags = 0, 0
+        while not flags & frames.END_STREAM:
+            flags, again, payload = await peer.until(frames.DATA)
+            if again != number:
+                came += len(payload)
+                peer.write(frames.window_update(again, len(payload)))
+        peer.write(answer(again, str(came).encode()))
+
+    async with against(script) as channel:
+        assert await stream(channel, body, timeout=20) == [b"100005"]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -148,6 +148,8 @@ class Link(asyncio.Protocol, Generic[S]):
                     break
                 self._on_frame(packed & 0xFF, flags, stream_id & frames.STREAM_MASK, buffer[at + 9 : stop])
                 at = stop
+            if self.sender.moved:  # once for all that was read
+                self.sender.settle(self._streams.values())
         except ProtocolError as error:
             self.abort(error.code, f"the peer broke HTTP/2: {error}")
             return
@@ -256,8 +258,10 @@ class Link(asyncio.Protocol, Generic[S]):
         if stream is None:
             return
         del self._streams[stream_id]
-        self._was_reset(stream, frames.NUMBER.unpack(payload)[0])
         self._left(stream)
+        self._was_reset(
+            stream, frames.NUMBER.unpack(payload)[0]
+        )  # it may start over, as another stream of ours
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id or len(payload) % 6 or (flags & frames.ACK and payload):
@@ -267,7 +271,7 @@ class Link(asyncio.Protocol, Generic[S]):
                 raise ProtocolError(frames.PROTOCOL_ERROR, "its first SETTINGS is an acknowledgement")
             return
         for key, value in dict(frames.SETTING.iter_unpack(payload)).items():  # the last one of a key counts
-            self.sender.apply(key, value, self._streams.values())
+            self.sender.apply(key, value)
         self._acknowledge(frames.frame(frames.SETTINGS, frames.ACK, 0))
         first, self.ready = not self.ready, True
         self._on_peer_settings(first=first)
