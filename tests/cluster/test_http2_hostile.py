@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
+from npufleet.cluster.router.wire import path
 from npufleet.cluster.transport.http2 import frames, sending
 from npufleet.cluster.transport.http2.served import ServedCall
+from npufleet.cluster.transport.http2.server import Http2Server
+from npufleet.cluster.transport.http2.serving import ServerLimits
 
 from .router_fakes import FakeEngine, Fleet, fleet, until
 from .test_http2_server import GENERATE, OWN, REQUEST, answered, call, dialled
@@ -90,17 +96,68 @@ async def test_a_client_that_reads_no_refusals_loses_its_connection(monkeypatch:
         await answered(f)
 
 
-async def test_a_frame_of_many_settings_moves_the_streams_once(monkeypatch: pytest.MonkeyPatch):
-    sizes: list[int] = []
-    before = sending.Sender._set_initial_window
+async def test_windows_that_move_again_and_again_cost_no_look_at_each_stream(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    looks = 0
+    before = sending.Sender._send_frame
 
-    def counting(self: sending.Sender, size: int, calls: object) -> None:
-        sizes.append(size)
-        before(self, size, calls)  # type: ignore[arg-type]
+    def counting(self: sending.Sender, stream: sending.Sending) -> bool:
+        nonlocal looks
+        looks += 1
+        return before(self, stream)
 
-    monkeypatch.setattr(sending.Sender, "_set_initial_window", counting)
-    many = b"".join(frames.SETTING.pack(frames.INITIAL_WINDOW_SIZE, size) for size in range(2000))
+    many = 200
     async with fleet(FakeEngine(name="a"), settings=OWN) as f, dialled(f) as peer:
-        peer.write(frames.frame(frames.SETTINGS, 0, 0, many), frames.frame(frames.PING, 0, 0, bytes(8)))
+        peer.write(CLOSED, *(call(2 * at + 1, b"", where=path("GetServerInfo")) for at in range(many)))
+        await until(lambda: sum(bool(each.unsent) for each in served(f)) == many)
+        monkeypatch.setattr(sending.Sender, "_send_frame", counting)
+        peer.write(
+            *(frames.settings({frames.INITIAL_WINDOW_SIZE: at % 2}) for at in range(1000)),
+            frames.window_update(0, 1) * 1000,
+            *(frames.window_update(2 * (at % many) + 1, 1) for at in range(1000)),
+            frames.frame(frames.PING, 0, 0, bytes(8)),
+        )
         await peer.until(frames.PING)
-    assert 1999 in sizes and 1998 not in sizes
+        assert looks < 4 * 1000 + 20 * many, "2,000,000 where each frame looks at each stream"
+        peer.write(frames.settings({frames.INITIAL_WINDOW_SIZE: 1 << 20}))
+        await until(lambda: nothing_is_left(f) and not served(f))
+
+
+async def test_answers_that_are_not_taken_count_as_calls():
+    few = replace(OWN, max_streams=20)
+    async with fleet(FakeEngine(name="a"), settings=few) as f, dialled(f) as peer:
+        peer.write(CLOSED)
+        where = path("GetServerInfo")
+        for at in range(0, 60, 10):
+            peer.write(*(call(2 * each + 1, b"", where=where) for each in range(at, at + 10)))
+            await asyncio.sleep(0.05)
+        await until(lambda: sum(bool(each.unsent) for each in served(f)) == 20)
+        refused = 0
+        while refused < 40:
+            refused += bool((await peer.until(frames.HEADERS))[0] & frames.END_STREAM)
+        assert len(served(f)) == len(f.router._server._tasks) == 20
+        peer.write(frames.settings({frames.INITIAL_WINDOW_SIZE: 1 << 20}))
+        await until(lambda: not served(f) and not f.router._server._tasks)
+        await answered(f)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+async def test_metadata_that_grpc_does_not_allow_ends_its_call(when: str):
+    async def handler(request: bytes, context: Any) -> bytes:
+        if when == "before":
+            await context.send_initial_metadata((("x-engine", "d\xe9j\xe0"),))
+        context.set_trailing_metadata((("x-engine", "two\nlines"),))
+        return b"answer"
+
+    server = Http2Server(ServerLimits())
+    kinds = {"Call": grpc.unary_unary_rpc_method_handler(handler)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", kinds),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="gRPC allows printable ASCII only"):
+                await channel.unary_unary("/test.Service/Call")(b"", timeout=20)
+    finally:
+        await server.stop(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -16,7 +17,7 @@ class Sending(Protocol):
     """A stream with something to send."""
 
     stream_id: int
-    send_window: int
+    send_window: int  # bytes that the peer takes of it beyond what it takes of each stream that begins
     unsent: memoryview
     closes: bool  # the end of what it has to send is the end of our side of the stream
 
@@ -38,7 +39,11 @@ class Sender:
         self._scheduled = False
         self._window = frames.DEFAULT_WINDOW
         self._initial_window = frames.DEFAULT_WINDOW
-        self._bodies: dict[int, Sending] = {}  # calls with something left to send
+        self.moved = False  # the peer changed the windows of all its streams: settle() is due
+        # What a peer may ask for in a few bytes must not cost a look at each of its streams, which may be thousands: so
+        # windows are kept relative to the initial one, and bodies whose own window is used up apart.
+        self._bodies: OrderedDict[int, Sending] = OrderedDict()  # calls with something left to send
+        self._held: dict[int, Sending] = {}  # those of them whose stream has no window
 
     def open(self, transport: asyncio.Transport) -> None:
         """Begin to write to ``transport``."""
@@ -54,26 +59,24 @@ class Sender:
         self._out.append(data)
         self._schedule()
 
-    @property
-    def initial_window(self) -> int:
-        """What the peer takes of a stream that begins."""
-        return self._initial_window
-
     def start(self, call: Sending, block: bytes) -> None:
         """Send ``block``, the headers of ``call``, and of its body what the windows allow."""
-        call.send_window = self._initial_window
+        call.send_window = 0
         self.write(frames.headers(call.stream_id, block, largest=self.largest_frame))
         self.send(call)
 
     def send(self, call: Sending) -> None:
         """Send of ``call`` what the windows allow, the rest when they do."""
+        self._held.pop(call.stream_id, None)
         self._bodies[call.stream_id] = call
-        self._send_some(call, everything=True)
+        while self._send_frame(call):
+            pass
 
     def at_once(self, call: Sending, data: bytes) -> bool:
         """Send ``data`` of ``call``, which has nothing waiting, in one frame; False where it does not fit."""
         size = len(data)
-        if self.paused or size > self._window or size > call.send_window or size > self.largest_frame:
+        room = self._initial_window + call.send_window
+        if self.paused or size > self._window or size > room or size > self.largest_frame:
             return False
         self._window -= size
         call.send_window -= size
@@ -86,9 +89,10 @@ class Sender:
     def forget(self, call: Sending) -> None:
         """Send no more of ``call``."""
         self._bodies.pop(call.stream_id, None)
+        self._held.pop(call.stream_id, None)
 
-    def apply(self, key: int, value: int, calls: Iterable[Sending]) -> None:
-        """The peer set one of its SETTINGS while ``calls`` run. ProtocolError for a value it may not have."""
+    def apply(self, key: int, value: int) -> None:
+        """The peer set one of its SETTINGS. ProtocolError for a value it may not have."""
         if key == frames.MAX_CONCURRENT_STREAMS:
             self.most_streams = value
         elif key == frames.MAX_HEADER_LIST_SIZE:
@@ -100,15 +104,17 @@ class Sender:
         elif key == frames.INITIAL_WINDOW_SIZE:
             if value > frames.LARGEST_WINDOW:
                 raise ProtocolError(frames.FLOW_CONTROL_ERROR, f"an initial window of {value}")
-            self._set_initial_window(value, calls)
+            self.moved |= value != self._initial_window
+            self._initial_window = value  # running streams move with it (RFC 9113, 6.9.2)
 
-    def _set_initial_window(self, size: int, calls: Iterable[Sending]) -> None:
-        """Running streams move with it (RFC 9113, 6.9.2)."""
-        change, self._initial_window = size - self._initial_window, size
-        for call in calls:
-            call.send_window += change
-            if call.send_window > frames.LARGEST_WINDOW:
-                raise ProtocolError(frames.FLOW_CONTROL_ERROR, "a stream's window above its limit")
+    def settle(self, calls: Iterable[Sending]) -> None:
+        """The peer has moved the windows of ``calls``, which are all that run. ProtocolError for one too large."""
+        self.moved = False
+        widest = frames.LARGEST_WINDOW - self._initial_window
+        if any(call.send_window > widest for call in calls):
+            raise ProtocolError(frames.FLOW_CONTROL_ERROR, "a stream's window above its limit")
+        self._bodies.update(self._held)
+        self._held.clear()
         self.pump()
 
     def widen(self, increment: int) -> None:
@@ -121,22 +127,24 @@ class Sender:
     def widen_stream(self, call: Sending, increment: int) -> None:
         """The peer takes ``increment`` bytes more of ``call``."""
         call.send_window += increment
-        if not increment or call.send_window > frames.LARGEST_WINDOW:
+        if not increment or self._initial_window + call.send_window > frames.LARGEST_WINDOW:
             raise StreamError(frames.FLOW_CONTROL_ERROR, f"a window update of {increment}")
-        self.pump()
+        if (waiting := self._held.pop(call.stream_id, None)) is not None:
+            self._bodies[call.stream_id] = waiting
+            self.pump()
 
     def pump(self) -> None:
         """Send of each waiting body a frame in turn, until windows or socket are full."""
-        moved = True
-        while moved and self._bodies and self._window > 0 and not self.paused:
-            moved = False
-            for call in list(self._bodies.values()):
-                moved |= self._send_some(call, everything=False)
+        while self._bodies and self._window > 0 and not self.paused:
+            number, call = next(iter(self._bodies.items()))
+            self._bodies.move_to_end(number)
+            self._send_frame(call)
 
     def close(self, last: bytes = b"") -> None:
         """Write what there is and ``last``, then close the transport."""
         transport, self._transport = self._transport, None
         self._bodies.clear()
+        self._held.clear()
         if transport is None:
             return
         if not transport.is_closing():
@@ -145,29 +153,27 @@ class Sender:
             transport.abort() if self.paused else transport.close()
         self._out.clear()
 
-    def _send_some(self, call: Sending, *, everything: bool) -> bool:
-        """Send one frame of the body of ``call``, or all that may be sent; False where nothing may."""
-        sent = False
-        while call.unsent and not self.paused:
-            size = min(len(call.unsent), self._window, call.send_window, self.largest_frame)
-            if size <= 0:
-                return sent
-            piece, call.unsent = call.unsent[:size], call.unsent[size:]
-            self._window -= size
-            call.send_window -= size
-            flags = frames.END_STREAM if call.closes and not call.unsent else 0
-            self._out.append(frames.HEAD.pack(size << 8 | frames.DATA, flags, call.stream_id))
-            self._out.append(piece)
-            self._schedule()
-            sent = True
-            if not call.unsent:
+    def _send_frame(self, call: Sending) -> bool:
+        """Send one frame of the body of ``call``; False where no more of it may go now."""
+        room = self._initial_window + call.send_window
+        size = min(len(call.unsent), self._window, room, self.largest_frame)
+        if size <= 0 or self.paused:
+            if not call.unsent or room <= 0:
                 self._bodies.pop(call.stream_id, None)
-                call.on_sent()
-            if not everything:
-                if call.unsent:  # behind the others
-                    self._bodies[call.stream_id] = self._bodies.pop(call.stream_id)
-                break
-        return sent
+            if call.unsent and room <= 0:
+                self._held[call.stream_id] = call
+            return False
+        piece, call.unsent = call.unsent[:size], call.unsent[size:]
+        self._window -= size
+        call.send_window -= size
+        flags = frames.END_STREAM if call.closes and not call.unsent else 0
+        self._out.append(frames.HEAD.pack(size << 8 | frames.DATA, flags, call.stream_id))
+        self._out.append(piece)
+        self._schedule()
+        if not call.unsent:
+            self._bodies.pop(call.stream_id, None)
+            call.on_sent()
+        return bool(call.unsent)
 
     def _schedule(self) -> None:
         if not self._scheduled:

@@ -27,12 +27,11 @@ class ServedCall:
 
     closes = False  # trailers end our side, not the last message
 
-    def __init__(self, stream_id: int, connection: ServerConnection, request: Request, window: int) -> None:
+    def __init__(self, stream_id: int, connection: ServerConnection, request: Request) -> None:
         self.stream_id = stream_id
         self.request = request
         self.unsent = memoryview(b"")
-        self.send_window = window
-        self.receive_window = self.to_return = 0
+        self.send_window = self.receive_window = self.to_return = 0
         self.whole = False  # the client has sent everything
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
@@ -95,6 +94,12 @@ class ServedCall:
         self.unsent = memoryview(bytes(self.unsent) + data)
         self._connection.sender.send(self)
         return len(self.unsent) <= _MOST_UNSENT
+
+    async def sent(self) -> None:
+        """Wait until the status is out, or the client has gone."""
+        while not self.ended:
+            self._room = self._connection.loop.create_future()
+            await self._room
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> NoReturn:
         """End with that status; raises ``grpc.aio.AbortError``."""
@@ -176,8 +181,11 @@ class ServedCall:
         """Send the status, behind the messages that wait. Only the first one counts."""
         if self.ended or self._last is not None:
             return
-        trailing = (*self._trailing, *trailing)
-        self._last = trailers(code, details, trailing, alone=not self._greeted)
+        trailing, alone = (*self._trailing, *trailing), not self._greeted
+        try:
+            self._last = trailers(code, details, trailing, alone=alone)
+        except ValueError as error:  # an engine's metadata, which gRPC does not allow
+            self._last = trailers(Code.INTERNAL, str(error), (), alone=alone)
         if not self.unsent:
             self._send_last()
 
@@ -188,10 +196,11 @@ class ServedCall:
             self.task.cancel()
 
     def _greet(self, metadata: Metadata) -> None:
+        block = headers(metadata)  # ValueError for what gRPC does not allow
         self._greeted = True
         if not self.ended and self._last is None:
             sender = self._connection.sender
-            sender.write(frames.headers(self.stream_id, headers(metadata), largest=sender.largest_frame))
+            sender.write(frames.headers(self.stream_id, block, largest=sender.largest_frame))
 
     def _send_last(self) -> None:
         assert self._last is not None

@@ -137,7 +137,8 @@ class Http2Server:
         call.task.add_done_callback(self._tasks.discard)
 
     async def _run(self, call: ServedCall, handler: grpc.RpcMethodHandler) -> None:
-        """Run ``handler`` and end ``call`` with what came of it."""
+        """Run ``handler`` and end ``call`` with what came of it; over when that is out, so that answers which a client
+        does not take are calls of its own as much as those that run."""
         try:
             await _answer(call, handler)
             call.finish(_Code.OK)
@@ -148,6 +149,7 @@ class Http2Server:
         except Exception as error:  # noqa: BLE001 - supervisor: a fault ends its call alone, as in grpcio
             _log.exception("a handler of %s failed", call.request.path)
             call.finish(_Code.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
+        await call.sent()
 
 
 async def _answer(call: ServedCall, handler: grpc.RpcMethodHandler) -> None:

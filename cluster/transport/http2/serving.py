@@ -149,7 +149,7 @@ class ServerConnection(Link[ServedCall]):
             self.sender.write(answer if ends else answer + frames.reset(stream_id, frames.NO_ERROR))
             return
         known = self._owner.knows(request)
-        call = ServedCall(stream_id, self, request, self.sender.initial_window)
+        call = ServedCall(stream_id, self, request)
         call.receive_window = STREAM_WINDOW
         self._streams[stream_id] = call
         call.whole = ends
