@@ -30,6 +30,7 @@ def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> 
         application: the name of the Serve application that it becomes.
         say: is told what is odd, but no reason to stop.
     """
+    named_ports(config)
     nobody_else(config, application)
     state = ray_state.read()
     preflight.layout(config, state.topology)
@@ -45,6 +46,15 @@ def check(config: FleetConfig, application: str, say: Callable[[str], None]) -> 
                 f"node {node.title} does not answer: {answer}; npufleet doctor --nodes all tells more"
             )
         judge(node, answer, planned=node.node_id in homes, say=say)
+
+
+def named_ports(config: FleetConfig) -> None:
+    """Raise ``ValueError`` for a port 0: the doors open on whichever node, and nobody could be told what it became."""
+    for name in ("gateway", "router", "metrics"):
+        if getattr(config, name).port == 0:
+            raise ValueError(
+                f"{name}.port: 0 (any free port) is for a fleet with a Ray of its own; on a cluster name the port"
+            )
 
 
 def check_change(config: FleetConfig, say: Callable[[str], None]) -> None:

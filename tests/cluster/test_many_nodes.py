@@ -33,7 +33,7 @@ FLEET = {
     "pod1": simulated.server("a3", "pod1", super_pod="1", failure_domain="rack-1", unhealthy=(3,)),
     "eight": simulated.server("a2", "eight", failure_domain="rack-0"),
 }
-ENVIRONMENT = {"NPUFLEET_DEVICE": "virtual:16:Ascend910_9391,hbm=256MiB", "RAY_AUTH_MODE": "disabled"}
+ENVIRONMENT = {"NPUFLEET_DEVICE": "virtual:16:Ascend910_9391,hbm=2GiB", "RAY_AUTH_MODE": "disabled"}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,13 @@ def test_doctor_asks_every_node_and_lets_npus_meet(cluster: Any, tmp_path: Path)
 
 def fleet(tmp_path: Path, **model: Any) -> config.FleetConfig:
     made = {"name": "m", "source": str(tmp_path), **model}
-    return config.from_dict({"device": "virtual", "models": [made], "metrics": {"port": 0}})
+    return config.from_dict({"device": "virtual", "models": [made], "metrics": {"port": free_port()}})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def test_what_a_cluster_cannot_serve_is_refused_before_anything_starts(cluster: Any, tmp_path: Path) -> None:
@@ -158,6 +164,7 @@ def test_what_a_cluster_cannot_serve_is_refused_before_anything_starts(cluster: 
         preflight_cluster.check(fleet(tmp_path, chip="Ascend310P3"), "app", said.append)
     with pytest.raises(ValueError, match=r"config.json does not exist on this node; copy or mount"):
         preflight_cluster.check(fleet(tmp_path), "app", said.append)
+    said.clear()  # nodes that no engine would come to may have been looked at before
     (tmp_path / "config.json").write_text("{}")
     preflight_cluster.check(fleet(tmp_path), "app", said.append)
     assert said == []
@@ -173,8 +180,9 @@ def test_two_engines_serve_on_two_racks(cluster: Any) -> None:
     names = ids(cluster)
     command = [
         sys.executable, "-m", "npufleet.cluster.cli", "serve", "demo", "--once", "--address", cluster.address,
-        "--device", "virtual", "--port", "0", "--grpc-port", "0", "--metrics-port", "0",
+        "--device", "virtual",
     ]  # fmt: skip
+    command += [part for door in ("", "grpc-", "metrics-") for part in (f"--{door}port", str(free_port()))]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     homes: set[str] = set()
     with contextlib.suppress(subprocess.TimeoutExpired):

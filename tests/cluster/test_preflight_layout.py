@@ -117,3 +117,13 @@ def test_a_second_fleet_does_not_take_the_place_of_the_first(
         preflight_cluster.nobody_else(fleet(tp(1)), "app")
     assert said in str(error.value)
     preflight_cluster.nobody_else(fleet(tp(1)), "another application")
+
+
+@pytest.mark.parametrize("door", ["gateway", "router", "metrics"])
+def test_any_free_port_is_nothing_for_a_cluster(door: str) -> None:
+    made = {"device": "virtual", "models": [{"name": "m", "source": "/m"}]}
+    preflight_cluster.named_ports(config.from_dict(made))
+    with pytest.raises(
+        ValueError, match=rf"^{door}.port: 0 \(any free port\) is for a fleet with a Ray of its own"
+    ):
+        preflight_cluster.named_ports(config.from_dict({**made, door: {"port": 0}}))

@@ -220,7 +220,7 @@ def test_something_else_than_ray_at_its_address() -> None:
 
 
 def begin(wish: config.FleetConfig) -> None:
-    preflight_cluster.check(wish, "app", lambda text: None)
+    preflight_cluster.check(preflight.with_free_ports(wish), "app", lambda text: None)
 
 
 def change(wish: config.FleetConfig) -> None:
