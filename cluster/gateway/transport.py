@@ -69,7 +69,13 @@ class GrpcEngineCore:
         """``on_error(request_id, error)`` ends a request with an error; ``on_restart(request)`` forgets what
         was generated for a request so far, because another engine begins it anew."""
         self._on_error = on_error
-        self._attempts.on_restart = on_restart
+
+        def restart(request: EngineCoreRequest) -> None:
+            # Also what the frontend has not read yet.
+            self._outputs = [one for one in self._outputs if one.request_id != request.request_id]
+            on_restart(request)
+
+        self._attempts.on_restart = restart
 
     @property
     def active(self) -> int:

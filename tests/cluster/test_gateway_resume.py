@@ -224,3 +224,10 @@ async def test_an_engine_that_will_not_go_on_is_the_reason_not_the_error():
         assert "the engine was lost after 2 tokens of this answer (UNAVAILABLE)" in str(g.errors[0])
         assert "because that prompt is too long" in str(g.errors[0])
         assert resumed(g.fleet, "failed") == 1
+
+
+async def test_an_answer_in_one_piece_begins_anew_without_what_nobody_has_read():
+    params = {"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["z"], "detokenize": True}
+    async with gateway(*engines(2)) as g:
+        whole = told(await g.ask(**params))
+        assert told(await g.ask(3, **params)) == whole and g.restarts == 1 and not g.errors
