@@ -28,6 +28,7 @@ from npufleet.cluster.router.progress import Breaker, Progress
 from npufleet.cluster.router.settings import RouterSettings
 from npufleet.cluster.router.wire import path, pb
 from npufleet.cluster.transport.base import EngineChannel
+from npufleet.cluster.transport.closed import closed_is_unavailable
 from npufleet.cluster.transport.registry import open_channel
 
 _log = logging.getLogger(__name__)
@@ -270,9 +271,10 @@ class Member:
             if self._reached:
                 marks = [ledger.mark() for ledger in self.ledgers]
                 try:
-                    answer = await ask(
-                        pb.GetLoadsRequest(include=["core"]), timeout=self._settings.load_interval
-                    )
+                    with closed_is_unavailable():
+                        answer = await ask(
+                            pb.GetLoadsRequest(include=["core"]), timeout=self._settings.load_interval
+                        )
                 except grpc.aio.AioRpcError as error:
                     # Its report goes stale by itself; whether it lives is for the health check to say.
                     _log.debug("engine %s: GetLoads: %s", self.engine_id, error.code().name)

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2
 from npufleet.cluster.router.base import LoadReport
 from npufleet.cluster.router.wire import path, pb
 from npufleet.cluster.transport.base import EngineChannel
+from npufleet.cluster.transport.closed import closed_is_unavailable
 
 
 class HealthProbe:
@@ -36,7 +37,8 @@ class HealthProbe:
     async def __call__(self) -> str:
         """What is wrong with the engine, or "" where it serves; TimeoutError for a late answer."""
         try:
-            return await (self._ask_standard() if self._standard else self._ask_engine())
+            with closed_is_unavailable():
+                return await (self._ask_standard() if self._standard else self._ask_engine())
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ class GrpcioChannel:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._channel = self._open()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._waits: set[asyncio.Task[None]] = set()  # for another state of the channel
 
     def _open(self) -> grpc.aio.Channel:
         if self._credentials is None:
@@ -30,11 +31,11 @@ class GrpcioChannel:
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """As ``grpc.aio.Channel.unary_unary``."""
-        return self._channel.unary_unary(method, *args, **kwargs)
+        return self._on_the_newest(lambda channel: channel.unary_unary(method, *args, **kwargs))
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """As ``grpc.aio.Channel.unary_stream``."""
-        return self._channel.unary_stream(method, *args, **kwargs)
+        return self._on_the_newest(lambda channel: channel.unary_stream(method, *args, **kwargs))
 
     def listen(
         self, method: str, request: bytes, *, on_message: OnMessage, metadata: Pairs, timeout: float
@@ -47,18 +48,40 @@ class GrpcioChannel:
         """As ``grpc.aio.Channel.get_state``."""
         return self._channel.get_state(try_to_connect)
 
-    def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> Awaitable[None]:
-        """As ``grpc.aio.Channel.wait_for_state_change``."""
-        return self._channel.wait_for_state_change(last_observed_state)
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As ``grpc.aio.Channel.wait_for_state_change``; it also returns when the channel is dropped."""
+        wait = asyncio.create_task(self._channel.wait_for_state_change(last_observed_state))
+        self._waits.add(wait)
+        try:
+            await asyncio.wait((wait,))
+            if not wait.cancelled():
+                wait.result()
+        finally:
+            wait.cancel()
+            self._waits.discard(wait)
 
     def drop(self, reason: str) -> None:
         """Go on with another channel; calls on the old one are cancelled. ``reason`` is not passed on."""
         old, self._channel = self._channel, self._open()
+        for wait in self._waits:
+            wait.cancel()
         self._keep(asyncio.create_task(old.close(None)))
 
     async def close(self, grace: float | None = None) -> None:
         """Close it."""
         await self._channel.close(grace)
+
+    def _on_the_newest(self, make: Callable[[grpc.aio.Channel], Callable[..., Any]]) -> Callable[..., Any]:
+        """What ``make`` makes of the channel, made again once that one has been dropped."""
+        channel, call = self._channel, make(self._channel)
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            nonlocal channel, call
+            if channel is not self._channel:
+                channel, call = self._channel, make(self._channel)
+            return call(*args, **kwargs)
+
+        return begin
 
     def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         self._tasks.add(task)

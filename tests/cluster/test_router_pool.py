@@ -278,3 +278,16 @@ async def test_a_stream_that_outstays_a_removed_engine_is_ended_with_a_reason():
                     await call.read()
         assert caught.value.code() is Code.UNAVAILABLE and "closed its link" in caught.value.details()
         await until(lambda: engine.cancelled == ["r"])
+
+
+@pytest.mark.parametrize("transport", ["http2", "grpcio"])
+async def test_an_engine_whose_link_was_dropped_comes_back_each_time(transport: str):
+    engine = FakeEngine(name="a")
+    async with fleet(engine, settings=replace(QUICK, transport=transport, load_interval=0.02)) as f:
+        (member,) = f.router.picker.pool.members()
+        for _ in range(3):
+            member._lost("it is stuck")
+            member.channel.drop("it is stuck")
+            await until(lambda: member.pickable)
+            assert await tokens_of(f.stub.Generate(generate_request(2))) == [6, 7]
+        assert not any(task.done() for task in member._tasks), "its loops go on"
