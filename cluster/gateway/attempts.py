@@ -33,6 +33,7 @@ from .metrics import GatewayMetrics
 from .requests import Outgoing
 from .responses import ResponseReader
 from .settings import GatewaySettings
+from .shortcut import Shortcut
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Job:
     handed: Handed | None = None  # of its prompt, where that was computed on another engine
     reader: ResponseReader | None = None  # of the stream in this attempt
     at_seam: bool = False  # its stream broke, and no other engine has said anything yet
+    shortcut: Shortcut | None = None  # for tokens, while it is open
     ended: bool = False  # nothing but the message that ends the answer was missing
     said: array[int] = field(default_factory=lambda: array("I"))  # token ids of attempts that broke off
 
@@ -307,7 +309,9 @@ class Attempts:
                 job.answered_by = lease
             job.heard_at = time.monotonic()
             lease.heard()
-            done = reader.feed(pb.GenerateResponse.FromString(raw), self._emit())
+            response = pb.GenerateResponse.FromString(raw)
+            if job.shortcut is None or not reader.shorten(response, job.shortcut):
+                done = reader.feed(response, self._emit())
             if not job.tokens:
                 lease.started()
                 self._budget.succeeded()
@@ -334,6 +338,8 @@ class Attempts:
         finally:
             job.calls.discard(call)
             call.cancel()
+            if job.shortcut is not None:
+                job.shortcut.flush()
         if done:
             return
         raise grpc.aio.AioRpcError(

@@ -18,6 +18,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from .metrics import ModelStats
+from .outlet import Outlet
+from .shortcut import Shortcut, Shortcuts
 from .transport import GrpcEngineCore
 
 
@@ -52,8 +54,27 @@ class FleetClient(AsyncLLM):
         self._frontend_profiler_injected = False
         self._profile_session_guard_enabled = False
         self._profile_session_active = False
+        self._shortcuts = Shortcuts(stats, self._fault)
         engine_core.attach(self._fail, self._restart)
         self._run_output_handler()
+
+    def shortcut(
+        self, request_id: str, outlet: Outlet, before: str, after: str, skipped: list[int]
+    ) -> Shortcut | None:
+        """A shorter way for what comes of the stream with vLLM's outer ``request_id``; None where there is none."""
+        ids = self.output_processor.external_req_ids.get(request_id, ())
+        state = self.output_processor.request_states.get(ids[0]) if len(ids) == 1 else None
+        if state is None:
+            return None
+        made = self._shortcuts.make(state, outlet, before, after, skipped)
+        engine_core: GrpcEngineCore = self.engine_core  # type: ignore[assignment]
+        return made if made is not None and engine_core.shorten(state.request_id, made) else None
+
+    def _fault(self, request_id: str, fault: Exception) -> None:
+        """End a request whose shortcut has a fault."""
+        engine_core: GrpcEngineCore = self.engine_core  # type: ignore[assignment]
+        engine_core.cancel([request_id])
+        self._fail(request_id, VLLMError(f"the gateway failed: {type(fault).__name__}"))
 
     def _fail(self, request_id: str, error: VLLMError) -> None:
         """End a request (with all its choices) with ``error``, in the order that leaves nothing behind: the

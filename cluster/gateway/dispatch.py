@@ -38,6 +38,7 @@ from .http import (
     tenant_of,
 )
 from .metrics import GatewayMetrics
+from .outlet import OUTLET, outlet_under
 from .settings import GatewaySettings
 from .slots import Slot
 
@@ -72,6 +73,7 @@ class Dispatcher:
         name = _named_request(scope)
         answer = _Answer(send, self._settings.retry_after, name)
         RETRY_AFTER.set(answer.note)
+        OUTLET.set(answer.outlet)
         TENANT.set(ANYONE)
         span = self._tracing.span(f"npufleet.gateway {scope['method']}", _context_of(scope))
         TRACE.set(span.context())
@@ -244,6 +246,7 @@ class _Answer:
         self.status = 0
         self._request_id = request_id.encode()
         self.note = {"seconds": retry_after}
+        self.outlet = outlet_under(send)
         self._send = send
 
     async def send(self, message: Message) -> None:
@@ -254,4 +257,6 @@ class _Answer:
             if self.status in _COME_BACK:
                 headers.append((b"retry-after", str(max(1, math.ceil(self.note["seconds"]))).encode()))
             message["headers"] = headers
+        elif self.outlet is not None:
+            self.outlet.bodies += 1
         await self._send(message)

@@ -177,8 +177,10 @@ async def load_frontend(
         await init_app_state(client, ready.app.state, ready.args, ("generate",))
         if settings.short_streams:
             state = ready.app.state
-            state.openai_serving_chat = PlainChat.over(state.openai_serving_chat)
-            state.openai_serving_completion = PlainCompletion.over(state.openai_serving_completion)
+            seen = bool(ready.args.sse_keep_alive_interval)  # its comments come where no event has passed
+            chat, completion = state.openai_serving_chat, state.openai_serving_completion
+            state.openai_serving_chat = PlainChat.over(chat, shortcuts=not seen)
+            state.openai_serving_completion = PlainCompletion.over(completion, shortcuts=not seen)
         undo.pop_all()
     # vLLM's error handlers ask a dying server to exit; the gateway outlives every engine.
     ready.app.state.server = SimpleNamespace(should_exit=False)

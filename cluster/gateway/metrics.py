@@ -119,6 +119,12 @@ class ModelStats:
             series._prompt_size.observe(request.num_prompt_tokens)
             series._answer_size.observe(request.num_generation_tokens)
 
+    def went_on(self, tokens: int, gap: float) -> None:
+        """One running request got ``tokens`` more, ``gap`` seconds after those before."""
+        series: Any = self
+        series._generation_tokens.inc(tokens)
+        series._token_gap.observe(gap)
+
     def record_admission_rejection(self, reason: str) -> None:
         """Nothing is rejected by vLLM's own admission in a gateway: engines and the router do that."""
 

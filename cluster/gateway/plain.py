@@ -20,6 +20,11 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from .outlet import OUTLET
+from .shortcut import Shortcut
+
+Opener = Callable[[str, str, str, list[int]], Shortcut | None]  # as FleetClient.shortcut without its outlet
+
 # What stands before the text in an event. A quote within a JSON string is escaped, so this stands nowhere else.
 _CHAT = '"choices":[{"index":0,"delta":{"content":'
 _COMPLETION = '"choices":[{"index":0,"text":'
@@ -45,11 +50,14 @@ def is_plain_completion(
 class PlainChat(OpenAIServingChat):
     """vLLM's chat frontend with the shorter way."""
 
+    shortcuts = True  # False where something must see each event
+
     @classmethod
-    def over(cls, chat: OpenAIServingChat) -> PlainChat:
+    def over(cls, chat: OpenAIServingChat, *, shortcuts: bool) -> PlainChat:
         """The same frontend as ``chat``, made of the same parts."""
         made = cls.__new__(cls)
         made.__dict__.update(chat.__dict__)
+        made.shortcuts = shortcuts
         return made
 
     def chat_completion_stream_generator(  # type: ignore[override]  # vLLM's is a generator, this returns one
@@ -60,18 +68,25 @@ class PlainChat(OpenAIServingChat):
         if not is_plain_chat(self, request):
             return usual(request, result_generator, *args, **kwargs)
         return _shorter(
-            result_generator, lambda handed: usual(request, handed, *args, **kwargs), marker=_CHAT, lead=1
+            result_generator,
+            lambda handed: usual(request, handed, *args, **kwargs),
+            marker=_CHAT,
+            lead=1,
+            opener=_opener(self),
         )
 
 
 class PlainCompletion(OpenAIServingCompletion):
     """vLLM's completion frontend with the shorter way."""
 
+    shortcuts = True  # False where something must see each event
+
     @classmethod
-    def over(cls, completion: OpenAIServingCompletion) -> PlainCompletion:
+    def over(cls, completion: OpenAIServingCompletion, *, shortcuts: bool) -> PlainCompletion:
         """The same frontend as ``completion``, made of the same parts."""
         made = cls.__new__(cls)
         made.__dict__.update(completion.__dict__)
+        made.shortcuts = shortcuts
         return made
 
     def completion_stream_generator(  # type: ignore[override]
@@ -86,6 +101,7 @@ class PlainCompletion(OpenAIServingCompletion):
             lambda handed: usual(request, engine_inputs, handed, *args, **kwargs),
             marker=_COMPLETION,
             lead=0,
+            opener=_opener(self),
         )
 
 
@@ -110,6 +126,7 @@ async def _shorter(
     *,
     marker: str,
     lead: int,
+    opener: Opener | None,
 ) -> AsyncGenerator[str, None]:
     """The events of ``usual``; ``lead`` of them come before the first one with text."""
     handed = _Handed()
@@ -117,34 +134,64 @@ async def _shorter(
     before = after = ""
     skipped: list[int] = []  # tokens that vLLM's generator has not seen
     counted = False  # a token has come: until then vLLM shows nothing for an output without any text or token
+    shortcut: Shortcut | None = None
+    sent = 0
     try:
         async for result in results:
+            if shortcut is not None:
+                shortcut.stop()
             output = _only(result)
-            shown = output is not None and (counted or bool(output.text or output.token_ids))
-            counted = counted or (output is not None and bool(output.token_ids))
+            came = 0 if output is None else len(output.token_ids)
+            shown = output is not None and (counted or bool(output.text or came))
+            counted = counted or came > 0
             ends = output is None or output.finish_reason is not None
             if before and not ends and output is not None:
                 skipped += output.token_ids
                 if shown:
                     yield f"{before}{to_json(output.text).decode()}{after}"
-                continue
-            handed.waiting.append(_with_tokens(result, output, skipped))
-            for _ in range(lead):
-                yield await anext(whole)
-            lead = 0
-            if shown and not ends and output is not None:
-                event = await anext(whole)
-                before, after = _cut(event, marker, output.text)
-                yield event
+                    sent += 1
+            else:
+                handed.waiting.append(_with_tokens(result, output, skipped))
+                for _ in range(lead):
+                    yield await anext(whole)
+                    sent += 1
+                lead = 0
+                if shown and not ends and output is not None:
+                    event = await anext(whole)
+                    before, after = _cut(event, marker, output.text)
+                    yield event
+                    sent += 1
+                    if opener is not None:
+                        shortcut = opener(_output(result).request_id, before, after, skipped)
+            if shortcut is not None:
+                shortcut.wait(came, sent)
     except Exception as error:  # noqa: BLE001 - supervisor: vLLM's generator tells the client of it
         handed.error = error
+    finally:
+        if shortcut is not None:
+            shortcut.stop()
     async for event in whole:
         yield event
 
 
-def _only(result: Any) -> CompletionOutput | None:
-    """The one choice of an output, which comes with its prompt's number from completions."""
+def _opener(serving: PlainChat | PlainCompletion) -> Opener | None:
+    """Makes shortcuts to the answer of the request under way; None where there are none."""
+    outlet = OUTLET.get()
+    if outlet is None or not serving.shortcuts:
+        return None
+    client: Any = serving.engine_client
+    return lambda request_id, *rest: client.shortcut(request_id, outlet, *rest)
+
+
+def _output(result: Any) -> RequestOutput:
+    """The output of a result, which comes with its prompt's number from completions."""
     output: RequestOutput = result[1] if isinstance(result, tuple) else result
+    return output
+
+
+def _only(result: Any) -> CompletionOutput | None:
+    """The one choice of an output."""
+    output = _output(result)
     return output.outputs[0] if len(output.outputs) == 1 else None
 
 

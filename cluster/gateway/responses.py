@@ -24,6 +24,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from ..router.replay.ends import Finish
 from .logprobs import output_logprobs, prompt_logprobs
+from .shortcut import Shortcut
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
@@ -48,6 +49,7 @@ class ResponseReader:
         self._queued_at = time.monotonic()
         self._sent_at = self._queued_at
         self._held: EngineCoreOutput | None = None
+        self._said = said
         self._first = not said
         self.ids = array("I")  # read so far
 
@@ -70,6 +72,19 @@ class ResponseReader:
     def sent(self) -> None:
         """The request goes to an engine now: what was before counts as time in the queue."""
         self._sent_at = time.monotonic()
+
+    def shorten(self, response: Any, shortcut: Shortcut) -> bool:
+        """Hand the tokens of one message to ``shortcut``; False where the message must be fed."""
+        if self._held is None and shortcut.is_open(self._said + len(self.ids)) and response.HasField("chunk"):
+            ids = response.chunk.token_ids
+            if ids and ids[-1] not in self._stop_ids and len(self.ids) + len(ids) < self._last_count:
+                self.ids.extend(ids)
+                shortcut.put(ids)
+                return True
+            if not ids:
+                shortcut.close()  # the count of tokens does not tell when an output without any has passed
+        shortcut.flush()  # nothing overtakes it
+        return False
 
     def feed(self, response: Any, into: list[EngineCoreOutput]) -> bool:
         """Append the outputs that follow from one message; True when it was the last one."""

@@ -11,6 +11,7 @@ import grpc
 
 from ..router.picker import NoEngine, Picker
 from .frontend import Frontend, load_frontend
+from .heap import settle
 from .metrics import GatewayMetrics
 from .settings import GatewaySettings, ModelSpec
 
@@ -86,4 +87,5 @@ class Slot:
                 self.problem = f"its frontend could not be built: {error}"
                 logger.error("model %s: %s\n%s", self.spec.name, self.problem, format_exc())
                 await asyncio.sleep(_RETRY_S)
+        settle()
         self._loaded.set()

@@ -26,6 +26,7 @@ from .engines import FeatureCache
 from .metrics import GatewayMetrics
 from .requests import from_core_request
 from .settings import GatewaySettings
+from .shortcut import Shortcut
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,13 @@ class GrpcEngineCore:
             job = self._jobs.pop(request_id, None)
             if job is not None and job.task is not None:
                 job.task.cancel()
+
+    def shorten(self, request_id: str, shortcut: Shortcut) -> bool:
+        """Let tokens of a request take ``shortcut`` while it is open; False where the request has ended."""
+        job = self._jobs.get(request_id)
+        if job is not None:
+            job.shortcut = shortcut
+        return job is not None
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Every output that came in since the last call; waits for the first."""
