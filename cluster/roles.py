@@ -32,7 +32,8 @@ def with_kv_role(engine: dict[str, Any], role: str, where: str) -> dict[str, Any
             f"{where}.engine.{TRANSFER}: with role {role!r} it must be a mapping that names a kv_connector, such as "
             f"one of {known}; got {checks.shown(transfer)}"
         )
-    checks.choice(transfer.get("kv_role", "kv_both"), f"{where}.engine.{TRANSFER}.kv_role", KV_ROLES.values())
+    allowed = KV_ROLES.values() if role == Role.BOTH else (KV_ROLES[Role(role)], KV_ROLES[Role.BOTH])
+    checks.choice(transfer.get("kv_role", "kv_both"), f"{where}.engine.{TRANSFER}.kv_role", allowed)
     if role != Role.BOTH and handoff_of(connector) is None:
         raise ValueError(
             f"{where}.engine.{TRANSFER}.kv_connector: the router cannot hand prompts over by {connector!r}; it can by "
@@ -45,7 +46,8 @@ def check_roles(models: Sequence[ModelConfig], where: str) -> None:
     """Check that deployments which serve one name together make sense.
 
     Raises:
-        ValueError: for a name without a deployment of its own, of different models, or without anyone to answer.
+        ValueError: for a name without a deployment of its own, of different models, without anyone to answer, or whose
+            engines cannot hand prompts to each other.
     """
     named = {model.name: model for model in models}
     for model in models:
@@ -62,6 +64,25 @@ def check_roles(models: Sequence[ModelConfig], where: str) -> None:
                 f"not {owner.source!r}"
             )
     for model in models:
-        roles = {other.role for other in models if other.asked_for == model.asked_for}
-        if roles == {Role.PREFILL}:
+        kin = [other for other in models if other.asked_for == model.asked_for]
+        if {other.role for other in kin} == {Role.PREFILL}:
             raise ValueError(f"{where}: {model.asked_for!r} has prefill engines only; none would answer")
+        if model.role == Role.PREFILL:
+            _check_handover(model, kin, where)
+
+
+def _check_handover(model: ModelConfig, kin: Sequence[ModelConfig], where: str) -> None:
+    mine = _connector(model)
+    for other in kin:
+        theirs = _connector(other)
+        if handoff_of(theirs) is not handoff_of(mine):
+            raise ValueError(
+                f"{where}: {model.name!r} computes prompts for {other.name!r}, but hands them over by "
+                f"{mine}, not by {theirs or 'nothing'}"
+            )
+
+
+def _connector(model: ModelConfig) -> str:
+    """The KV connector of its engines, "" without one."""
+    transfer = model.engine.get(TRANSFER)
+    return str(transfer["kv_connector"]) if transfer else ""

@@ -21,6 +21,19 @@ def model(**changes: Any) -> dict[str, Any]:
     return fleet(models=[{"name": "m", "source": "/models/m", **changes}])
 
 
+def connected(connector: str, **more: str) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": connector, **more}} if connector else {}
+
+
+def pair(prompts: str, answers: str) -> dict[str, Any]:
+    """Two deployments of one name that hand prompts over by these connectors."""
+    deployments = [
+        {"name": "m", "engine": connected(answers), "role": "decode" if answers else "both"},
+        {"name": "p", "engine": connected(prompts), "role": "prefill", "serves": "m"},
+    ]
+    return fleet(models=[{"source": "/models/m", **each} for each in deployments])
+
+
 def test_defaults_are_loopback_and_one_engine() -> None:
     made = config.from_dict(fleet())
     assert (made.gateway.host, made.router.host, made.metrics.host) == ("127.0.0.1",) * 3
@@ -67,6 +80,18 @@ def test_plain_data_reads_back_equal() -> None:
         (
             model(role="prefill", engine={"kv_transfer_config": {"kv_connector": "NixlConnector"}}),
             "has prefill engines only",
+        ),
+        (
+            pair("NixlConnector", "MooncakeConnector"),
+            "but hands them over by NixlConnector, not by MooncakeConn",
+        ),
+        (
+            pair("NixlConnector", ""),
+            "'p' computes prompts for 'm', but hands them over by NixlConnector, not by no",
+        ),
+        (
+            model(role="decode", engine=connected("NixlConnector", kv_role="kv_producer")),
+            "kv_role: expected one of kv_both, kv_consumer, got 'kv_producer'",
         ),
         (model(serves="other"), "serves 'other', which is no deployment of its own"),
         (model(engine={"tensor_paralel_size": 2}), "did you mean 'tensor_parallel_size'?"),
