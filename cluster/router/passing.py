@@ -68,6 +68,10 @@ class Passed:
         """Pass on ``read``."""
         await self.context.write(self._note(read))
 
+    def unfinished(self) -> bool:
+        """The stream has ended well, its answer has not; told only where another engine could go on with it."""
+        return self.kept is not None and not self.kept.whole and self.kept.readable
+
     def part(self) -> int:
         """Tokens since this was last asked."""
         whole = answered_tokens(self.last, self.sent) if self.kept is None else len(self.kept.tokens)

@@ -36,7 +36,7 @@ from npufleet.cluster.router.wire import (
 )
 from npufleet.cluster.transport.closed import closed_is_unavailable
 
-_CANCELLED = grpc.StatusCode.CANCELLED
+_CANCELLED, _INTERNAL = grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL
 
 
 class Relay:
@@ -119,6 +119,11 @@ class Relay:
                         self._metrics.of(job.info.model).first_message.observe(first)
                         job.call.seen["first_message"] = first
                 await passed.all(rpc, opened.first)
+                if passed.unfinished():
+                    nothing = grpc.aio.Metadata()
+                    raise grpc.aio.AioRpcError(
+                        _INTERNAL, nothing, nothing, "it ended in the middle of the answer"
+                    )
                 engine = (ENGINE_KEY, lease.endpoint.engine_id)
                 context.set_trailing_metadata((*(await rpc.trailing_metadata()), engine))
             code = grpc.StatusCode.OK

@@ -367,6 +367,31 @@ async def test_a_request_without_an_answer_goes_elsewhere_when_its_link_is_close
         assert error is None and len(got) == LENGTH + 1
 
 
+@dataclass(eq=False)
+class Curt(Chain):
+    """Ends streams where they are to break, with OK and without the end of the answer."""
+
+    async def _say(self, request, context):
+        async for answer in super()._say(request, context):
+            yield answer
+            if self.breaks and self.breaks[0] == len(request.tokenized.input_ids) + len(
+                answer.chunk.token_ids
+            ):
+                self.breaks.pop(0)
+                return
+
+
+async def test_a_stream_that_ends_well_without_the_end_of_its_answer_goes_on():
+    breaks: list[int | str] = []
+    async with fleet(*(Curt(name=name, breaks=breaks) for name in "ab")) as f:
+        whole = await answered(f, ask())
+        assert await answered(f, ask(), 1) == whole
+        assert resumed(f, "resumed") == 1
+        breaks.append(len(PROMPT) + 1)
+        got, error = await read(f.stub.Generate(ask(temperature=1.0)))
+        assert error is None and len(got) == 1, "what nobody could go on with is passed on as it is"
+
+
 async def test_drawn_tokens_go_on_where_the_user_lets_them_but_not_those_of_a_seed():
     async with fleet(*engines(2), settings=replace(QUICK, resume="all")) as f:
         whole = await answered(f, ask(temperature=1.0))

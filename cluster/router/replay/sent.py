@@ -22,12 +22,18 @@ class Sent:
 
     def __init__(self) -> None:
         self.readable = True  # each message so far was one
-        self.whole = False  # the last message came
+        self._whole = False
         self._tokens = array("I")
         self._raw: list[bytes] = []
         self._last = b""  # the last chunk
         self._prompt_tokens = self._cached_tokens = 0  # as the first message told them
         self._seam = -1  # tokens before the part that comes now; -1: it is the first one
+
+    @property
+    def whole(self) -> bool:
+        """The last message came."""
+        self._settle()
+        return self._whole
 
     @property
     def tokens(self) -> array[int]:
@@ -89,7 +95,7 @@ class Sent:
             if answer is None:
                 self.readable = False
             elif answer.WhichOneof("response") == "complete":
-                self.whole = True
+                self._whole = True
             else:
                 self._tokens.extend(answer.chunk.token_ids)
                 self._last = each
