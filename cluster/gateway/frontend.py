@@ -30,6 +30,7 @@ from .bundle import make_folder
 from .client import FleetClient
 from .engines import fetch_model_info, fetch_tokenizer
 from .metrics import GatewayMetrics, ModelStats
+from .nearby import render_nearby
 from .plain import PlainChat, PlainCompletion
 from .settings import GatewaySettings, ModelSpec
 from .transport import GrpcEngineCore
@@ -113,6 +114,8 @@ def _prepare(spec: ModelSpec, directory: Path, max_model_len: int, limits: Mappi
     )
     args.structured_outputs_config = config.structured_outputs_config
     renderer = renderer_from_config(config)
+    if not args.trust_request_chat_template:  # a template that a request brings may take as long as it likes
+        render_nearby(renderer)
     app = build_app(args, ("generate",), model_config)
     return _Prepared(
         args=args,

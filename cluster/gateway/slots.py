@@ -39,7 +39,7 @@ class Slot:
     @property
     def engines(self) -> int:
         """Engines that can take a request now."""
-        return self._picker.models().get(self.spec.name, 0)
+        return len(self._picker.pool.pickable(self.spec.name))
 
     async def wait(self) -> Frontend:
         """The frontend, once it is ready."""
