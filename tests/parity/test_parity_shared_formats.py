@@ -149,7 +149,9 @@ def test_gated_between_replicas(options, checkpoint_path, references):
 
 def test_gated_on_ranks_of_their_own(tmp_path, monkeypatch, bfloat16_table):
     monkeypatch.setenv("NPUFLEET_DEVICE", A3)
-    wide = {**GATED_CHECKPOINT.config, "hidden_size": WIDE}
+    narrow = GATED_CHECKPOINT.full_config()
+    heads = WIDE // narrow["head_dim"]  # vLLM's layer takes no other size of a head
+    wide = {**narrow, "hidden_size": WIDE, "num_attention_heads": heads}
     path = write(replace(GATED_CHECKPOINT, name="gated-wide", config=wide), tmp_path)
     options = asked(**RANKS, moe_communication="mc2")
     with worker_engine(path, 4, dtype="bfloat16", **SPREAD, **GRAPHS, **options) as llm:
