@@ -116,7 +116,14 @@ async def test_frames_in_frames_out():
             headers(1, [("a", "b")], whole=False) + frames.frame(frames.PING, 0, 0, bytes(8)),
             frames.PROTOCOL_ERROR,
         ),
-        (frames.window_update(0, 0), frames.FLOW_CONTROL_ERROR),
+        (frames.window_update(0, 0), frames.PROTOCOL_ERROR),
+        (frames.window_update(0, 2**31 - 1), frames.FLOW_CONTROL_ERROR),
+        (
+            call(1, REQUEST)
+            + frames.window_update(1, 2**31 - 1 - frames.DEFAULT_WINDOW)
+            + frames.settings({frames.INITIAL_WINDOW_SIZE: frames.DEFAULT_WINDOW + 1}),
+            frames.FLOW_CONTROL_ERROR,
+        ),
         (frames.settings({frames.INITIAL_WINDOW_SIZE: 2**31}), frames.FLOW_CONTROL_ERROR),
         (frames.frame(frames.PUSH_PROMISE, frames.END_HEADERS, 1, bytes(4)), frames.PROTOCOL_ERROR),
         (frames.frame(frames.DATA, 0, 1, bytes(16_385)), frames.FRAME_SIZE_ERROR),

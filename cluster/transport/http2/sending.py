@@ -120,14 +120,18 @@ class Sender:
     def widen(self, increment: int) -> None:
         """The peer takes ``increment`` bytes more on the connection."""
         self._window += increment
-        if not increment or self._window > frames.LARGEST_WINDOW:
+        if not increment:
+            raise ProtocolError(frames.PROTOCOL_ERROR, "a window update of 0")
+        if self._window > frames.LARGEST_WINDOW:
             raise ProtocolError(frames.FLOW_CONTROL_ERROR, f"a window update of {increment}")
         self.pump()
 
     def widen_stream(self, call: Sending, increment: int) -> None:
         """The peer takes ``increment`` bytes more of ``call``."""
         call.send_window += increment
-        if not increment or self._initial_window + call.send_window > frames.LARGEST_WINDOW:
+        if not increment:
+            raise StreamError(frames.PROTOCOL_ERROR, "a window update of 0")
+        if self._initial_window + call.send_window > frames.LARGEST_WINDOW:
             raise StreamError(frames.FLOW_CONTROL_ERROR, f"a window update of {increment}")
         if (waiting := self._held.pop(call.stream_id, None)) is not None:
             self._bodies[call.stream_id] = waiting
