@@ -98,6 +98,23 @@ def test_what_was_just_sent_counts_until_its_event_had_time_to_arrive():
     assert index.match(made) == {} and index.expected == 0
 
 
+def test_an_event_ends_what_was_expected_of_its_block():
+    index = PrefixIndex(clock=Clock(), linger=2.0)
+    made = prompt(*range(8))
+    store(index, "a", made)
+    tickets = [index.expect("a", made) for _ in range(2)]
+    index.started(tickets[0])
+    index.removed("a", made.keys(SIZE))  # while a request that was sent is still to compute it anew
+    assert index.match(prompt(*range(9))) == {"a": 8}
+    index.started(tickets[1])
+    store(index, "a", made)
+    index.removed("a", made.keys(SIZE)[1:])  # evicted before the time of an event is over
+    assert index.match(prompt(*range(9))) == {"a": 4} and index.expected == 0
+    for ticket in tickets:
+        index.ended(ticket)
+    assert index.match(prompt(*range(9))) == {"a": 4}
+
+
 def test_an_engine_that_is_dropped_leaves_nothing_to_the_next_one():
     index = PrefixIndex()
     store(index, "a", prompt(*range(8)))

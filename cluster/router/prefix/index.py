@@ -23,6 +23,7 @@ from npufleet.cluster.router.prefix.layer import Layer
 from npufleet.cluster.router.prefix.prompt import Key, Prompt
 
 BlockHash = int
+_Place = tuple[Key, int]  # a block and the bit of an engine
 
 
 @dataclass(eq=False, slots=True)
@@ -69,8 +70,9 @@ class PrefixIndex(PrefixSource):
         self._slots = Slots()
         self._engines: dict[str, _Engine] = {}
         self._layers: dict[tuple[int, int], Layer] = {}  # by KV-cache group and block size
-        self._expected: dict[Key, int] = {}
-        self._expected_counts: dict[tuple[Key, int], int] = {}
+        self._expected: dict[Key, int] = {}  # masks of what the next two count, by block and engine
+        self._coming: dict[_Place, int] = {}  # requests that have not started
+        self._bridged: dict[_Place, int] = {}  # those that have, until an event tells of the block
         self._open: dict[int, set[_Expectation]] = {}  # by bit
         self._lingering: deque[tuple[float, _Expectation]] = deque()
         self.orphans = 0  # blocks that could not be placed: their parent is not known
@@ -123,6 +125,7 @@ class PrefixIndex(PrefixSource):
         layer.users |= engine.bit
         for block_hash, key in blocks:
             name = (group, block_hash)
+            self._told((key, engine.bit))
             if name in engine.keys:
                 if copies:
                     engine.copies[name] = engine.copies.get(name, 0) + 1
@@ -199,20 +202,25 @@ class PrefixIndex(PrefixSource):
             layer.block_size for layer in full
         }
         keys: list[Key] = [key for size in sizes for key in prompt.keys(size)]
-        if len(self._expected_counts) + len(keys) > self._max_expected:
+        if len(self._coming) + len(self._bridged) + len(keys) > self._max_expected:
             keys = []
         for key in keys:
             self._expected[key] = self._expected.get(key, 0) | bit
-            self._expected_counts[key, bit] = self._expected_counts.get((key, bit), 0) + 1
+            self._coming[key, bit] = self._coming.get((key, bit), 0) + 1
         ticket = _Expectation(bit, keys)
         self._open.setdefault(bit, set()).add(ticket)
         return ticket
 
     def started(self, ticket: object) -> None:
-        """The blocks are there; the expectation bridges the way of the event only."""
+        """The blocks are there; the expectation bridges the way of an event only, and ends with any of that block."""
         assert isinstance(ticket, _Expectation)
         if ticket.open and not ticket.lingers:
             ticket.lingers = True
+            for key in ticket.keys:
+                place = key, ticket.bit
+                if left := self._coming.pop(place) - 1:
+                    self._coming[place] = left
+                self._bridged[place] = self._bridged.get(place, 0) + 1
             self._lingering.append((self._clock() + self._linger, ticket))
         self._expire()
 
@@ -231,24 +239,34 @@ class PrefixIndex(PrefixSource):
         if ticket.open:
             ticket.open = False
             self._open.get(ticket.bit, set()).discard(ticket)
+            counts = self._bridged if ticket.lingers else self._coming
             for key in ticket.keys:
-                self._unexpect(key, ticket.bit)
+                place = key, ticket.bit
+                left = counts.pop(place, 0) - 1  # below 0: an event has told of it
+                if left > 0:
+                    counts[place] = left
+                elif left == 0:
+                    self._unmark(place)
 
-    def _unexpect(self, key: Key, bit: int) -> None:
-        left = self._expected_counts[key, bit] - 1
-        if left:
-            self._expected_counts[key, bit] = left
+    def _told(self, place: _Place) -> None:
+        """An event told of a block, so no request that has started stands for it any more."""
+        if self._bridged.pop(place, 0):
+            self._unmark(place)
+
+    def _unmark(self, place: _Place) -> None:
+        if place in self._coming or place in self._bridged:
+            return
+        key, bit = place
+        mask = self._expected[key] & ~bit
+        if mask:
+            self._expected[key] = mask
         else:
-            del self._expected_counts[key, bit]
-            mask = self._expected[key] & ~bit
-            if mask:
-                self._expected[key] = mask
-            else:
-                del self._expected[key]
+            del self._expected[key]
 
     def _forget(self, engine: _Engine, name: tuple[int, BlockHash]) -> None:
         key = engine.keys.pop(name)
         engine.copies.pop(name, None)
+        self._told((key, engine.bit))
         layer = self._layers.get((name[0], engine.sizes[name[0]]))
         if layer is not None:
             layer.remove(key, engine.bit)
