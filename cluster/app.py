@@ -157,6 +157,7 @@ def _router(config: FleetConfig, told: dict[str, Any]) -> Any:
         Frontend,
         ROUTER,
         digest([config.name, config.device, asdict(config.router), asdict(config.gateway)]),
+        num_replicas=config.front_ends,
         graceful_shutdown_timeout_s=45.0,
         user_config=told,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": FRONT_ENVIRONMENT}},

@@ -21,7 +21,7 @@ from .router.registry import DEFAULT_POLICY, known_policies
 from .router.replay.rules import DEFAULT_RESUME, MODES
 from .router.settings import RouterSettings
 from .scaling import bounds as scaling
-from .tls import FleetTls, ServerTls
+from .tls import FleetTls, ServerTls, parse_fleet, parse_server
 from .transport.registry import DEFAULT_TRANSPORT, known_transports
 
 DEVICES = ("npu", "virtual")
@@ -145,6 +145,7 @@ class FleetConfig:
     models: tuple[ModelConfig, ...]
     name: str = "npufleet"
     device: str = "npu"  # or "virtual"
+    front_ends: int = 1  # each a router and a gateway, on nodes of their own where there are enough
     router: RouterConfig = field(default_factory=RouterConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -203,6 +204,9 @@ def from_dict(data: object, where: str = "fleet", *, part: bool = False) -> Flee
         models=parsed,
         name=checks.name(top.get("name", FleetConfig.name), f"{where}.name"),
         device=checks.choice(top.get("device", FleetConfig.device), f"{where}.device", DEVICES),
+        front_ends=checks.integer(
+            top.get("front_ends", FleetConfig.front_ends), f"{where}.front_ends", 1, 256
+        ),
         router=_router(top.get("router", {}), f"{where}.router"),
         gateway=_gateway(top.get("gateway", {}), f"{where}.gateway"),
         metrics=_metrics(top.get("metrics", {}), f"{where}.metrics"),
@@ -269,7 +273,8 @@ def _override_keys() -> list[str]:
         "healing": HealingConfig,
     }
     dotted = [f"{section}.{name}" for section, kind in sections.items() for name in _names(kind)]
-    return ["name", "device", "engines", *dotted, *(f"engine.{name}" for name in engine_args.known())]
+    engine = [f"engine.{name}" for name in engine_args.known()]
+    return ["name", "device", "front_ends", "engines", *dotted, *engine]
 
 
 def _model(data: object, where: str) -> ModelConfig:
@@ -313,9 +318,9 @@ def _router(data: object, where: str) -> RouterConfig:
         data_plane=checks.choice(given.get("data_plane", DATA_PLANES[0]), f"{where}.data_plane", DATA_PLANES),
         processes=checks.integer(given.get("processes", 1), f"{where}.processes", 1, 256),
         secret=checks.optional_file(given.get("secret"), f"{where}.secret"),
-        engine_tls=_fleet_tls(given.get("engine_tls"), f"{where}.engine_tls"),
+        engine_tls=parse_fleet(given.get("engine_tls"), f"{where}.engine_tls"),
         api_keys=checks.optional_file(given.get("api_keys"), f"{where}.api_keys"),
-        tls=_tls(given.get("tls"), f"{where}.tls"),
+        tls=parse_server(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
         otlp_endpoint=checks.collector(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
         admission=_settings(AdmissionSettings, given.get("admission", {}), f"{where}.admission"),
@@ -340,32 +345,9 @@ def _gateway(data: object, where: str) -> GatewayConfig:
         host=checks.host(given.get("host", LOOPBACK), f"{where}.host"),
         port=checks.port(given.get("port", GatewayConfig.port), f"{where}.port"),
         api_keys=checks.optional_file(given.get("api_keys"), f"{where}.api_keys"),
-        tls=_tls(given.get("tls"), f"{where}.tls"),
+        tls=parse_server(given.get("tls"), f"{where}.tls"),
         access_log=checks.flag(given.get("access_log", False), f"{where}.access_log"),
         otlp_endpoint=checks.collector(given.get("otlp_endpoint"), f"{where}.otlp_endpoint"),
-    )
-
-
-def _tls(data: object, where: str) -> ServerTls | None:
-    if data is None:
-        return None
-    given = checks.mapping(data, where, _names(ServerTls))
-    return ServerTls(
-        certificate=checks.file(given.get("certificate"), f"{where}.certificate"),
-        key=checks.file(given.get("key"), f"{where}.key"),
-        client_ca=checks.optional_file(given.get("client_ca"), f"{where}.client_ca"),
-    )
-
-
-def _fleet_tls(data: object, where: str) -> FleetTls | None:
-    if data is None:
-        return None
-    given = checks.mapping(data, where, _names(FleetTls))
-    return FleetTls(
-        ca=checks.file(given.get("ca"), f"{where}.ca"),
-        certificate=checks.file(given.get("certificate"), f"{where}.certificate"),
-        key=checks.file(given.get("key"), f"{where}.key"),
-        server_name=checks.text(given.get("server_name", FleetTls.server_name), f"{where}.server_name"),
     )
 
 

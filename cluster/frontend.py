@@ -1,7 +1,8 @@
 """The front end as a Serve deployment: gRPC router and OpenAI gateway in one process, on their own ports.
 
 Both use one picker, so both see the same loads. The process needs no NPU. When it dies Serve starts another
-one, which takes the same ports as soon as they are free.
+one, which takes the same ports as soon as they are free. Several front ends (``front_ends``) sit on nodes of their own
+where there are enough; those of one node share its ports (SO_REUSEPORT).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .addresses import netloc, reachable
@@ -20,9 +22,12 @@ from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
 from .deploy.wish import Wish
 from .gateway.process import GATEWAY_ENV, prepare_process
+from .port_claim import PortClaim
+from .router.settings import WARM_SECONDS
 from .secret import as_file
 
 if TYPE_CHECKING:
+    from aiohttp.web import AppRunner
     from ray.serve.handle import DeploymentHandle
 
     from .gateway.server import Gateway
@@ -54,6 +59,7 @@ class Frontend:
         start = Wish.from_dict(wish)
         self._wish = start
         self._secret = as_file(secret)
+        self._fleet = secret or start.config.name
         self._served: dict[str, ModelSpec] = {}  # by the gateway now
         self._id = f"front-{secrets.token_hex(4)}"
         self._controller = controller
@@ -61,6 +67,12 @@ class Frontend:
 
         self._metrics = GatewayMetrics()
         self._describe()
+        self._exporter: AppRunner | None = None
+        self._warm = WARM_SECONDS if self.config.front_ends > 1 else 0.0
+        self._claims = [
+            await bound(partial(self._claim, port), BIND_TIMEOUT_S)
+            for port in (self.config.router.port, self.config.gateway.port)
+        ]
         self._router: FleetRouter = await bound(self._start_router, BIND_TIMEOUT_S)
         self._gateway: Gateway = await bound(self._start_gateway, BIND_TIMEOUT_S)
         self._beats = asyncio.create_task(self._heartbeats(), name="front end heartbeats")
@@ -116,6 +128,7 @@ class Frontend:
             keys=router.api_keys or self.config.gateway.api_keys,
             registry=self._metrics.registry,
             metrics_host=reachable(self.config.gateway.host, ray.util.get_node_ip_address()),
+            warm=self._warm,
         )
 
     async def _start_gateway(self) -> Gateway:
@@ -126,6 +139,7 @@ class Frontend:
         settings = GatewaySettings(
             host=gateway.host,
             port=gateway.port,
+            reuse_port=True,
             api_keys=read_key_file(gateway.api_keys, "gateway.api_keys"),
             shutdown_grace=GRACE_S,
             tls=gateway.tls,
@@ -134,8 +148,25 @@ class Frontend:
         )
         self._served = {model.name: model_spec(model) for model in self.config.models if not model.serves}
         return await serve_gateway(
-            self._served.values(), self._router.picker, settings, metrics=self._metrics
+            self._served.values(), self._router.picker, settings, metrics=self._metrics, warm=self._warm
         )
+
+    async def _claim(self, port: int) -> PortClaim:
+        return PortClaim(port, self._fleet)
+
+    async def _metrics_port(self, host: str) -> int:
+        """Where this front end's series are: on a port of its own where the gateway's may be another one's too."""
+        from .router.processes.exporter import on_port, port_of
+
+        if self.config.front_ends == 1:
+            return self._gateway.port
+        if self._exporter is None:
+
+            async def series() -> bytes:
+                return self._gateway.series()
+
+            self._exporter = await on_port(host, 0, series)
+        return port_of(self._exporter)
 
     async def _heartbeats(self) -> None:
         import ray
@@ -143,9 +174,9 @@ class Frontend:
         from ray.serve.exceptions import RayServeException
 
         host = reachable(self.config.gateway.host, ray.util.get_node_ip_address())
-        ports = {"gateway": self._gateway.port, "router": self._router.metrics_port}
-        urls = {role: f"http://{netloc(host, port)}/metrics" for role, port in ports.items() if port}
         while True:
+            ports = {"gateway": await self._metrics_port(host), "router": self._router.metrics_port}
+            urls = {role: f"http://{netloc(host, port)}/metrics" for role, port in ports.items() if port}
             for role, url in urls.items():
                 name = self._id if role == "gateway" else f"{self._id}-{role}"
                 call = self._controller.service_heartbeat.remote(
@@ -170,6 +201,8 @@ class Frontend:
             await self._gateway.close()
         if hasattr(self, "_router"):
             await self._router.close(GRACE_S)
+        if hasattr(self, "_exporter") and self._exporter is not None:
+            await self._exporter.cleanup()
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import checks
 
 if TYPE_CHECKING:
     import grpc
@@ -94,3 +96,28 @@ class FleetTls:
             key=Path(self.key),
             server_name=self.server_name,
         )
+
+
+def parse_server(data: object, where: str) -> ServerTls | None:
+    """What the key ``where`` of a configuration says; ValueError for what it may not say."""
+    if data is None:
+        return None
+    given = checks.mapping(data, where, [field.name for field in fields(ServerTls)])
+    return ServerTls(
+        certificate=checks.file(given.get("certificate"), f"{where}.certificate"),
+        key=checks.file(given.get("key"), f"{where}.key"),
+        client_ca=checks.optional_file(given.get("client_ca"), f"{where}.client_ca"),
+    )
+
+
+def parse_fleet(data: object, where: str) -> FleetTls | None:
+    """The same for the links inside a fleet."""
+    if data is None:
+        return None
+    given = checks.mapping(data, where, [field.name for field in fields(FleetTls)])
+    return FleetTls(
+        ca=checks.file(given.get("ca"), f"{where}.ca"),
+        certificate=checks.file(given.get("certificate"), f"{where}.certificate"),
+        key=checks.file(given.get("key"), f"{where}.key"),
+        server_name=checks.text(given.get("server_name", FleetTls.server_name), f"{where}.server_name"),
+    )

@@ -20,7 +20,7 @@ class Kind(StrEnum):
 
     ADD = "add"  # a model deployment begins
     REMOVE = "remove"  # a model deployment ends: its engines drain
-    SCALE = "scale"  # more or fewer engines, the others untouched
+    SCALE = "scale"  # more or fewer engines or front ends, the others untouched
     ROLL = "roll"  # engines are replaced by ones of a new generation
     RESTART = "restart"  # controller or front end starts anew on other ports or settings
     SETTINGS = "settings"  # taken over by running processes
@@ -64,14 +64,18 @@ def steps(present: Wish, wish: Wish, room: Mapping[str, int]) -> tuple[Step, ...
             text = f"{_engines(count)} take no new request, finish what they answer, and end"
             found.append(Step(kind=Kind.REMOVE, what=model.name, text=text, notice="the model is gone"))
     if (old.router, old.gateway) != (new.router, new.gateway):
+        one_by_one = " one after the other" if old.front_ends > 1 else ""
         found.append(
             Step(
                 kind=Kind.RESTART,
                 what="front end",
-                text="router and gateway start anew with other settings",
+                text=f"router and gateway start anew with other settings{one_by_one}",
                 notice="running requests may end first, then clients must connect again",
             )
         )
+    if old.front_ends != new.front_ends:
+        text = f"{old.front_ends} -> {new.front_ends}, each a router and a gateway on the same ports"
+        found.append(Step(kind=Kind.SCALE, what="front ends", text=text))
     if old.metrics != new.metrics:
         found.append(Step(kind=Kind.RESTART, what="controller", text="it listens on another address"))
     return tuple(found)

@@ -71,7 +71,7 @@ async def run(options: argparse.Namespace) -> None:
     from ..router.pool import StaticSource
     from ..router.registry import DEFAULT_POLICY
     from ..router.server import serve_router
-    from ..router.settings import RouterSettings
+    from ..router.settings import WARM_SECONDS, RouterSettings
     from .server import serve_gateway
 
     stop = stop_asked()
@@ -83,7 +83,8 @@ async def run(options: argparse.Namespace) -> None:
     try:
         names = dict.fromkeys(engine.model for engine in engines)
         specs = [ModelSpec(name=name, args=options.args) for name in names]
-        gateway = await serve_gateway(specs, router.picker, settings)
+        warm = WARM_SECONDS if settings.reuse_port else 0.0
+        gateway = await serve_gateway(specs, router.picker, settings, warm=warm)
         print(f"gateway listens on {gateway.url}", flush=True)
         await stop.wait()
         await gateway.close()

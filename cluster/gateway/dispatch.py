@@ -118,7 +118,8 @@ class Dispatcher:
             if path == "/health":
                 return await self._health(send)
             if path == "/metrics":
-                return await self._send_metrics(send)
+                await respond(send, 200, self.series(), CONTENT_TYPE_LATEST.encode())
+                return ""
             if path == "/v1/models" or path.startswith("/v1/models/"):
                 return await self._models(path, send)
         slot = None
@@ -180,15 +181,14 @@ class Dispatcher:
         await respond(send, 200, b"")
         return ""
 
-    async def _send_metrics(self, send: Send) -> str:
+    def series(self) -> bytes:
+        """The process's series in the format of Prometheus."""
         for name, slot in self._slots.items():
             self._metrics.engines.labels(name).set(slot.engines)
             running = slot.frontend.core.active if slot.frontend is not None else 0
             self._metrics.running.labels(name).set(running)
         # The default registry holds the process's own series and those of vLLM's HTTP instrumentation.
-        body = generate_latest(self._metrics.registry) + generate_latest(REGISTRY)
-        await respond(send, 200, body, CONTENT_TYPE_LATEST.encode())
-        return ""
+        return generate_latest(self._metrics.registry) + generate_latest(REGISTRY)
 
     async def _models(self, path: str, send: Send) -> str:
         cards: list[dict[str, Any]] = []

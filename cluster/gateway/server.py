@@ -69,6 +69,11 @@ class Gateway:
         scheme = "http" if self._settings.tls is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the model deployments it serves."""
+        return tuple(self._slots)
+
     def add_model(self, spec: ModelSpec) -> None:
         """Serve one more model deployment. Raises ``ValueError`` for a name that is taken."""
         if spec.name in self._slots:
@@ -120,6 +125,10 @@ class Gateway:
         """How many requests found no engine of their model so far."""
         return dict(self._dispatcher.turned_away)
 
+    def series(self) -> bytes:
+        """What /metrics answers."""
+        return self._dispatcher.series()
+
     def alive(self) -> bool:
         """What /health answers: at least one model can answer requests now."""
         return self._dispatcher.alive()
@@ -152,11 +161,14 @@ class Gateway:
         self._socket.close()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening address; port 0 picks one. Raises ``OSError`` naming the address."""
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket that may listen on the address; port 0 picks one, with ``reuse_port`` others may have it too.
+    Raises ``OSError`` naming the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
@@ -172,19 +184,26 @@ async def serve_gateway(
     settings: GatewaySettings | None = None,
     *,
     metrics: GatewayMetrics | None = None,
+    warm: float = 0.0,
 ) -> Gateway:
     """Start a gateway in the running event loop and return it at once: models become ready as their engines
     do.
 
-    The process must have been prepared (``process.prepare_process``). The picker belongs to the caller.
+    With ``warm`` it listens once all models answer, after that many seconds at the latest: a gateway that shares a
+    port must not take requests that others could answer. The process must have been prepared
+    (``process.prepare_process``). The picker belongs to the caller.
     """
     settings = settings or GatewaySettings()
-    sock = bind(settings.host, settings.port)
+    sock = bind(settings.host, settings.port, reuse_port=settings.reuse_port)
     gateway = Gateway(picker, settings, sock, metrics or GatewayMetrics())
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(gateway.close)
         for spec in models:
             gateway.add_model(spec)
+        if warm:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(warm):
+                    await asyncio.gather(*map(gateway.wait_ready, gateway.models))
         await gateway.start()
         undo.pop_all()
     logger.info("gateway on %s", gateway.url)

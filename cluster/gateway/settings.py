@@ -36,6 +36,7 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 picks one
+    reuse_port: bool = False  # several gateways of this machine share the port
     api_keys: tuple[str, ...] = ()  # lines of a key file (admission/tenants.py); none: no authentication
     tls: ServerTls | None = None
     max_body_bytes: int = 32 * _MIB  # of one HTTP request; more is a 413
@@ -62,3 +63,4 @@ class GatewaySettings:
                 raise ValueError(f"gateway setting {name} must be above 0, got {getattr(self, name)!r}")
         checks.number(self.shutdown_grace, "gateway setting shutdown_grace", 0.0, _MOST)
         checks.port(self.port, "gateway setting port")
+        checks.flag(self.reuse_port, "gateway setting reuse_port")

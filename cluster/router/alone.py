@@ -30,7 +30,7 @@ from npufleet.cluster.router.processes.supervisor import RouterProcesses
 from npufleet.cluster.router.registry import DEFAULT_POLICY, known_policies
 from npufleet.cluster.router.replay.rules import MODES
 from npufleet.cluster.router.server import RouterHandle, serve_router
-from npufleet.cluster.router.settings import RouterSettings, front_of
+from npufleet.cluster.router.settings import WARM_SECONDS, RouterSettings, front_of
 from npufleet.cluster.router.sources import DnsSource, FileSource, ToldBySelf, endpoints_of
 from npufleet.cluster.tls import ServerTls
 from npufleet.cluster.transport.base import Tls
@@ -273,6 +273,7 @@ async def serve(args: argparse.Namespace) -> None:
                 registry=registry,
                 settings=settings,
                 reuse_port=args.reuse_port,
+                warm=WARM_SECONDS if args.reuse_port else 0.0,
                 keys=keys,
                 tls=own,
             )

@@ -60,10 +60,12 @@ async def start_router(
     keys: str | None,
     registry: CollectorRegistry,
     metrics_host: str = "127.0.0.1",
+    warm: float = 0.0,
 ) -> FleetRouter:
     """Start the router that ``config`` describes; ``source()`` makes one that may be followed once.
 
-    ``keys`` is a file of API keys, ``metrics_host`` where further processes' series are served.
+    ``keys`` is a file of API keys, ``metrics_host`` where further processes' series are served; for ``warm`` see
+    :func:`serve_router`. Other front ends of this machine may have the port too.
     OSError where a port cannot be had, ValueError for files that cannot be read.
     """
     settings = RouterSettings(
@@ -92,11 +94,13 @@ async def start_router(
                 tls=config.tls,
                 workers=config.processes,
             )
-            handle = await serve_envoy(source(), asked, policy=config.policy, registry=registry, keys=known)
+            handle = await serve_envoy(
+                source(), asked, policy=config.policy, registry=registry, keys=known, warm=warm
+            )
             return FleetRouter(handle=handle, exporter=None, _parts=parts.pop_all())
         port, peers = config.port, None
         if config.processes > 1:
-            further = RouterProcesses(source(), _setup(config, keys), config.processes - 1, first=1)
+            further = RouterProcesses(source(), _setup(config, keys, warm), config.processes - 1, first=1)
             await further.start()
             parts.push_async_callback(further.close)
             port, peers = further.port, further.table
@@ -111,17 +115,19 @@ async def start_router(
             keys=known,
             tls=config.tls,
             registry=registry,
-            reuse_port=config.processes > 1,
+            reuse_port=True,
+            warm=warm,
             peers=peers,
         )
         return FleetRouter(handle=own, exporter=exporter, _parts=parts.pop_all())
 
 
-def _setup(config: RouterConfig, keys: str | None) -> Setup:
+def _setup(config: RouterConfig, keys: str | None, warm: float) -> Setup:
     return Setup(
         host=config.host,
         port=config.port,
         policy=config.policy,
+        warm=warm,
         transport=config.transport,
         admission=config.admission,
         split_tokens=config.split_tokens,

@@ -15,6 +15,9 @@ from npufleet.cluster.transport.registry import DEFAULT_TRANSPORT, check_transpo
 FRONTS = ("grpcio", "http2")
 _MIB = 1 << 20
 
+WARM_SECONDS = 10.0
+"""How long a router or gateway that shares its port keeps it closed at most while it learns of engines."""
+
 
 def front_of(data_plane: str) -> str:
     """The server behind the port of a data plane; behind Envoy it has little to do."""

@@ -90,6 +90,7 @@ def test_front_end_controller_and_what_cannot_change() -> None:
     before = wish(model())
     assert kinds(before, wish(model(), router={"policy": "round-robin"})) == [("restart", "front end")]
     assert kinds(before, wish(model(), metrics={"port": 9})) == [("restart", "controller")]
+    assert kinds(before, wish(model(), front_ends=3)) == [("scale", "front ends")]
     with pytest.raises(ValueError, match="name is 'npufleet', and no running fleet can change it to 'x'"):
         steps(before, wish(model(), name="x"), {})
 
@@ -135,6 +136,8 @@ def test_serve_restarts_only_what_changed() -> None:
     assert second["Controller"] == first["Controller"] and second["Router"] == first["Router"]
     assert second["Engine:a"] == (first["Engine:a"][0], 3, 0)
     assert second["Engine:b"][0] != first["Engine:b"][0] and second["Engine:b"][2] == 50
+    doors = versions(wish(model("a"), front_ends=3))["Router"]
+    assert doors == (first["Router"][0], 3, first["Router"][2]), "those that are there stay"
     asleep = wish(model("a")).resized("a", 0)
     assert "Engine:a" not in versions(asleep)
 

@@ -11,7 +11,7 @@ import pytest
 
 from npufleet.cluster.gateway import server
 from npufleet.cluster.gateway.metrics import GatewayMetrics
-from npufleet.cluster.gateway.server import Gateway, bind
+from npufleet.cluster.gateway.server import Gateway, bind, serve_gateway
 from npufleet.cluster.gateway.settings import GatewaySettings, ModelSpec
 from npufleet.cluster.gateway.slots import Slot
 
@@ -86,3 +86,29 @@ async def test_a_slot_leaves_when_its_requests_have_ended_or_its_time_is_over() 
         slot.frontend = SimpleNamespace(core=core, close=lambda done=closed: done.append(True))  # type: ignore[assignment]
         await asyncio.wait_for(slot.leave(), 10)
         assert closed == [True]
+
+
+async def test_one_of_several_gateways_opens_its_port_when_its_models_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeSlot.made.clear()
+    monkeypatch.setattr(server, "Slot", FakeSlot)
+    picker: Any = None
+    with bind("127.0.0.1", 0, reuse_port=True) as other:  # it has the port already
+        settings = GatewaySettings(port=other.getsockname()[1], reuse_port=True)
+
+        async def starting(warm: float) -> Gateway:
+            return await serve_gateway([ModelSpec(name="m")], picker, settings, warm=warm)
+
+        task = asyncio.create_task(starting(60.0))
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", settings.port)
+        FakeSlot.made[0].up.set()
+        made = await task
+        (await asyncio.open_connection("127.0.0.1", settings.port))[1].close()
+        await made.close()
+        late = await starting(0.05)  # engines may be away for long
+        (await asyncio.open_connection("127.0.0.1", settings.port))[1].close()
+        await late.close()

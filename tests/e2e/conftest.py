@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from .fleet import Fleet
+from .hollow_user import HollowUser
 
 
 @pytest.fixture(scope="package")  # ends with the last of these files: idle engines still cost CPU
@@ -31,3 +33,13 @@ def fleet(started: Fleet) -> Fleet:
 @pytest.fixture
 def client(fleet: Fleet) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=180)
+
+
+@pytest.fixture
+def hollow(tmp_path: Path) -> Iterator[HollowUser]:
+    """A fleet without models, not yet started."""
+    made = HollowUser(tmp_path)
+    try:
+        yield made
+    finally:
+        made.stop()

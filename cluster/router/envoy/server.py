@@ -117,11 +117,13 @@ async def serve_envoy(
     registry: CollectorRegistry | None = None,
     keys: Keys | None = None,
     run: bool = True,
+    warm: float = 0.0,
 ) -> EnvoyHandle:
     """Start a router over ``source`` and Envoy before it; both serve until the handle's ``close``.
 
     ``settings.folder`` must exist and be the router's own: whoever can write there chooses the engines. With
-    ``keys`` each call must carry one. Without ``run`` everything but Envoy itself is started.
+    ``keys`` each call must carry one. Without ``run`` everything but Envoy itself is started. With ``warm`` Envoy is
+    started once each model has an engine that is ready, after that many seconds at the latest.
     OSError where a socket or the port cannot be had, ValueError without an Envoy or for an unknown policy.
     """
     if run:
@@ -152,6 +154,9 @@ async def serve_envoy(
         server, _ = await _serve(f"unix:{settings.picker}", handlers, router.picker, settings.router, None)
         parts.push_async_callback(server.stop, 0.0)
         envoy = None
+        if warm:
+            with suppress(TimeoutError):
+                await router.wait_ready(warm)
         if run:
             envoy = EnvoyProcess(settings, lambda: asked.away.forget(VIA))
             await envoy.start()

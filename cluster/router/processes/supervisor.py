@@ -18,10 +18,10 @@ from npufleet.cluster.folder import Folder
 from npufleet.cluster.router.processes.metrics import collect
 from npufleet.cluster.router.processes.setup import Setup
 from npufleet.cluster.router.processes.shares import ShareTable, Slots, create
+from npufleet.cluster.router.settings import WARM_SECONDS
 from npufleet.cluster.router.watch import follow
 
 _log = logging.getLogger(__name__)
-_WARM = 10.0
 _START_SECONDS = 60.0
 _SHORTEST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
@@ -96,7 +96,7 @@ class RouterProcesses:
         """The series of all processes in the format of Prometheus, with the label ``process``."""
         return await collect({str(number): self._metrics_socket(number) for number in self.pids})
 
-    async def _launch(self, number: int, warm: float = 0.0) -> None:
+    async def _launch(self, number: int, warm: float | None = None) -> None:
         self._metrics_socket(number).unlink(missing_ok=True)
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "npufleet.cluster.router.processes.child"),
@@ -106,6 +106,7 @@ class RouterProcesses:
         )
         self._children[number] = child
         assert child.stdin is not None and child.stdout is not None
+        warm = self._setup.warm if warm is None else warm
         setup = replace(self._setup, warm=warm, shares=str(self._shares), row=number, rows=self._rows)
         child.stdin.write(setup.to_line() + self._line)
         try:
@@ -128,7 +129,7 @@ class RouterProcesses:
             pause = min(_LONGEST_PAUSE, 2 * pause)
             self.restarts += 1
             try:
-                await self._launch(number, _WARM)  # the others take calls meanwhile
+                await self._launch(number, WARM_SECONDS)  # the others take calls meanwhile
             except OSError as error:
                 _log.error("%s", error)
             else:
