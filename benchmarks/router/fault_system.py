@@ -45,7 +45,8 @@ TESTED = (
         name="npufleet gateway",
         speaks="http",
         command=f"-m npufleet.cluster.gateway --model {MODEL} --policy least-load "
-        '--set {{"port":{port}}} --engine {address} --engine {address} --engine {address}',
+        '--set {{"port":{port},"reuse_port":true}} --engine {address} --engine {address} --engine {address}',
+        shares=True,
     ),
     Tested(
         name="smg 1.13.0",
