@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -63,8 +64,12 @@ class HollowUser:
 
     def processes(self, title: str) -> list[psutil.Process]:
         assert self.process is not None
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in found if title in " ".join(process.cmdline())]
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it ends just now
+                if title in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def stop(self) -> None:
         """As Ctrl-C does, and then with force."""

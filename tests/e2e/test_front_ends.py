@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import httpx
@@ -18,11 +19,13 @@ FRONT = "ServeReplica:npufleet:Router"
 
 def listening(processes: list[psutil.Process], port: int) -> list[int]:
     """Those of them that listen on the port."""
-    return [
-        process.pid
-        for process in processes
-        if any(c.status == "LISTEN" and c.laddr.port == port for c in process.net_connections("tcp"))
-    ]
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            connections = process.net_connections("tcp")
+            if any(c.status == "LISTEN" and c.laddr.port == port for c in connections):
+                found.append(process.pid)
+    return found
 
 
 def test_one_of_two_front_ends_dies_and_the_other_serves(hollow: HollowUser) -> None:
