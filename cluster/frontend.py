@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .addresses import netloc, reachable
 from .admission.tenants import read_key_file
-from .config import FleetConfig, ModelConfig
+from .config import FleetConfig, GatewayConfig, ModelConfig, RouterConfig
 from .controller.registry import HEARTBEAT_S
 from .controller.source import ControllerSource
 from .deploy.wish import Wish
@@ -59,7 +59,6 @@ class Frontend:
         start = Wish.from_dict(wish)
         self._wish = start
         self._secret = as_file(secret)
-        self._fleet = secret or start.config.name
         self._served: dict[str, ModelSpec] = {}  # by the gateway now
         self._id = f"front-{secrets.token_hex(4)}"
         self._controller = controller
@@ -68,11 +67,12 @@ class Frontend:
         self._metrics = GatewayMetrics()
         self._describe()
         self._exporter: AppRunner | None = None
-        self._warm = WARM_SECONDS if self.config.front_ends > 1 else 0.0
         self._claims = [
-            await bound(partial(self._claim, port), BIND_TIMEOUT_S)
-            for port in (self.config.router.port, self.config.gateway.port)
+            await bound(partial(self._claim, door), BIND_TIMEOUT_S)
+            for door in (self.config.router, self.config.gateway)
         ]
+        others = self.config.front_ends > 1 or any(claim.shared for claim in self._claims)
+        self._warm = WARM_SECONDS if others else 0.0
         self._router: FleetRouter = await bound(self._start_router, BIND_TIMEOUT_S)
         self._gateway: Gateway = await bound(self._start_gateway, BIND_TIMEOUT_S)
         self._beats = asyncio.create_task(self._heartbeats(), name="front end heartbeats")
@@ -151,8 +151,11 @@ class Frontend:
             self._served.values(), self._router.picker, settings, metrics=self._metrics, warm=self._warm
         )
 
-    async def _claim(self, port: int) -> PortClaim:
-        return PortClaim(port, self._fleet)
+    async def _claim(self, door: RouterConfig | GatewayConfig) -> PortClaim:
+        import ray
+
+        cluster = ray.get_runtime_context().gcs_address  # it has one fleet
+        return PortClaim(door.host, door.port, f"{self.config.name} {cluster}")
 
     async def _metrics_port(self, host: str) -> int:
         """Where this front end's series are: on a port of its own where the gateway's may be another one's too."""
