@@ -200,8 +200,9 @@ class Frontend:
         """Serve calls this when the replica stops: no new requests, running ones go on for a while."""
         if hasattr(self, "_beats"):
             self._beats.cancel()
+        # Both at once: what still took requests while the other drained would be cut off with them.
         if hasattr(self, "_gateway"):
-            await self._gateway.close()
+            await asyncio.gather(self._gateway.close(), self._router.drain(GRACE_S))
         if hasattr(self, "_router"):
             await self._router.close(GRACE_S)
         if hasattr(self, "_exporter") and self._exporter is not None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Generator, Iterable
 
 import uvicorn
@@ -18,13 +19,35 @@ from .slots import Slot
 
 logger = logging.getLogger(__name__)
 
+LINGER_S = 1.0
+"""How long a gateway that leaves its port to others goes on with connections that are idle."""
+
 
 class _Server(uvicorn.Server):
-    """uvicorn that leaves signals to whoever owns the process."""
+    """uvicorn that leaves signals to whoever owns the process, and its clients in peace."""
+
+    linger = 0.0  # seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the port at once and idle connections a little later: until then an answer says that it is the last
+        one of its connection, so that no client sends a request into one that closes."""
+        for server in self.servers:
+            server.close()
+        for sock in sockets or ():
+            sock.close()
+        if self.linger:
+            self.server_state.default_headers = [
+                *self.server_state.default_headers,
+                (b"connection", b"close"),
+            ]
+            deadline = time.monotonic() + self.linger
+            while self.server_state.connections and time.monotonic() < deadline:  # noqa: ASYNC110 - as uvicorn waits
+                await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
 
 
 class Gateway:
@@ -53,6 +76,7 @@ class Gateway:
             **(settings.tls.uvicorn() if settings.tls is not None else {}),
         )
         self._server = _Server(config)
+        self._server.linger = LINGER_S if settings.reuse_port else 0.0  # clients have somewhere else to go
         self._task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # of models that come or go
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class FleetRouter:
 
     handle: RouterHandle | EnvoyHandle
     exporter: web.AppRunner | None  # of the series of further processes
+    _further: RouterProcesses | None
     _parts: AsyncExitStack
 
     @property
@@ -47,9 +49,15 @@ class FleetRouter:
         """Where the series of further processes are, None without any."""
         return None if self.exporter is None else port_of(self.exporter)
 
+    async def drain(self, grace: float = 30.0) -> None:
+        """As :meth:`RouterHandle.drain`, of all processes at once: none takes calls while another one drains."""
+        further = [] if self._further is None else [self._further.close(grace)]
+        await asyncio.gather(self.handle.drain(grace), *further)
+
     async def close(self, grace: float = 30.0) -> None:
         """As :meth:`RouterHandle.close`, for all of it."""
-        await self.handle.close(grace)
+        await self.drain(grace)
+        await self.handle.close(0.0)
         await self._parts.aclose()
 
 
@@ -82,7 +90,7 @@ async def start_router(
     )
     known = Keys(read_key_file(keys, "router.api_keys"))
     async with AsyncExitStack() as parts:
-        exporter = None
+        exporter = further = None
         if config.data_plane == "envoy":
             folder = Folder("npufleet-envoys-")
             parts.callback(folder.close)
@@ -97,7 +105,7 @@ async def start_router(
             handle = await serve_envoy(
                 source(), asked, policy=config.policy, registry=registry, keys=known, warm=warm
             )
-            return FleetRouter(handle=handle, exporter=None, _parts=parts.pop_all())
+            return FleetRouter(handle=handle, exporter=None, _further=None, _parts=parts.pop_all())
         port, peers = config.port, None
         if config.processes > 1:
             further = RouterProcesses(source(), _setup(config, keys, warm), config.processes - 1, first=1)
@@ -119,7 +127,7 @@ async def start_router(
             warm=warm,
             peers=peers,
         )
-        return FleetRouter(handle=own, exporter=exporter, _parts=parts.pop_all())
+        return FleetRouter(handle=own, exporter=exporter, _further=further, _parts=parts.pop_all())
 
 
 def _setup(config: RouterConfig, keys: str | None, warm: float) -> Setup:

@@ -42,6 +42,7 @@ class RouterHandle:
     metrics: RouterMetrics
     _server: grpc.aio.Server | Http2Server
     _front: Front
+    _draining: bool = False
     _closed: bool = False
 
     @property
@@ -54,17 +55,22 @@ class RouterHandle:
         """The services it offers."""
         return self._front
 
+    async def drain(self, grace: float = 30.0) -> None:
+        """Take no new calls and let running ones end within ``grace`` seconds. The picker goes on for the gateway."""
+        if not self._draining:
+            self._draining = True
+            self._front.begin_close()
+        await self._server.stop(grace)
+
     async def close(self, grace: float = 30.0) -> None:
-        """Take no new calls, let running ones end within ``grace`` seconds, then stop. Twice does nothing
-        more.
+        """Drain, then stop. Twice does nothing more.
 
         Leases that the gateway still holds keep their channels only until this returns: close it first.
         """
         if self._closed:
             return
         self._closed = True
-        self._front.begin_close()
-        await self._server.stop(grace)
+        await self.drain(grace)
         self.picker.events.close()
         await self.picker.pool.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import aiohttp
 import grpc
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from npufleet.cluster import config
-from npufleet.cluster.router.fleet_router import start_router
+from npufleet.cluster.router.fleet_router import FleetRouter, start_router
 
 from .router_fakes import FakeEngine, ListSource, endpoint, generate_request, tokens_of
 
@@ -65,6 +66,22 @@ async def test_it_is_started_as_described(settings):
             await router.close(1.0)
     finally:
         await engine.stop()
+
+
+async def test_no_process_takes_calls_while_another_one_drains():
+    both = asyncio.Barrier(2)
+
+    class Draining:
+        async def drain(self, grace):
+            await both.wait()
+
+        async def close(self, grace):
+            if grace:
+                await both.wait()
+
+    made = FleetRouter(handle=Draining(), exporter=None, _further=Draining(), _parts=AsyncExitStack())
+    async with asyncio.timeout(10):
+        await made.drain(30.0)
 
 
 def test_what_is_unknown_is_refused():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from npufleet.cluster import config
@@ -54,3 +56,20 @@ async def test_a_change_that_was_taken_back_or_seen_only_at_its_end() -> None:
     await made.reconfigure(after.to_dict())
     assert gateway.told == [("replace_model", "a")]
     assert made.config == after.config
+
+
+async def test_router_and_gateway_of_a_front_end_that_leaves_drain_at_once() -> None:
+    both, told = asyncio.Barrier(2), []
+
+    async def wait(*_: float) -> None:
+        await both.wait()
+
+    async def close(*_: float) -> None:
+        told.append("closed")
+
+    made = Frontend.__new__(Frontend)
+    made._gateway = SimpleNamespace(close=wait)  # type: ignore[assignment]
+    made._router = SimpleNamespace(drain=wait, close=close)  # type: ignore[assignment]
+    async with asyncio.timeout(10):
+        await made.__del__()
+    assert told == ["closed"]

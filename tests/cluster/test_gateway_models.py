@@ -112,3 +112,32 @@ async def test_one_of_several_gateways_opens_its_port_when_its_models_answer(
         late = await starting(0.05)  # engines may be away for long
         (await asyncio.open_connection("127.0.0.1", settings.port))[1].close()
         await late.close()
+
+
+async def test_a_gateway_that_leaves_its_port_to_others_sends_no_client_into_a_closed_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LINGER_S", 60.0)
+    picker: Any = None
+    made = await serve_gateway([], picker, GatewaySettings(port=0, reuse_port=True))
+    reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
+
+    async def ask() -> bytes:
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        await reader.readexactly(int(length.partition(b":")[2]))
+        return head.lower()
+
+    port = made.port
+    async with asyncio.timeout(30):
+        assert b"connection: close" not in await ask()
+        closing = asyncio.create_task(made.close())
+        with pytest.raises(ConnectionRefusedError):
+            while True:
+                (await asyncio.open_connection("127.0.0.1", port))[1].close()
+        head = await ask()
+        assert head.startswith(b"http/1.1 200") and b"connection: close" in head
+        assert await reader.read() == b""
+        await closing  # as soon as nobody is connected
+    writer.close()

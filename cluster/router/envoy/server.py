@@ -84,10 +84,14 @@ class EnvoyHandle:
         """As :meth:`RouterHandle.wait_ready`."""
         await self.router.wait_ready(seconds)
 
-    async def close(self, grace: float = 30.0) -> None:
-        """Drain Envoy within ``grace`` seconds, then stop it and the router. Twice does nothing more."""
+    async def drain(self, grace: float = 30.0) -> None:
+        """Drain Envoy within ``grace`` seconds, then stop it. The picker goes on for the gateway."""
         if self.envoy is not None:
             await self.envoy.close(grace)
+
+    async def close(self, grace: float = 30.0) -> None:
+        """Drain, then stop the router. Twice does nothing more."""
+        await self.drain(grace)
         await self._parts.aclose()
 
 
