@@ -158,6 +158,8 @@ def _router(config: FleetConfig, told: dict[str, Any]) -> Any:
         ROUTER,
         digest([config.name, config.device, asdict(config.router), asdict(config.gateway)]),
         num_replicas=config.front_ends,
+        # Each shares its ports with the one that it replaces, so that somebody always listens.
+        max_surge_percent=100 // min(config.front_ends, 5),
         graceful_shutdown_timeout_s=45.0,
         user_config=told,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": FRONT_ENVIRONMENT}},

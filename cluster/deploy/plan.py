@@ -64,12 +64,11 @@ def steps(present: Wish, wish: Wish, room: Mapping[str, int]) -> tuple[Step, ...
             text = f"{_engines(count)} take no new request, finish what they answer, and end"
             found.append(Step(kind=Kind.REMOVE, what=model.name, text=text, notice="the model is gone"))
     if (old.router, old.gateway) != (new.router, new.gateway):
-        one_by_one = " one after the other" if old.front_ends > 1 else ""
         found.append(
             Step(
                 kind=Kind.RESTART,
                 what="front end",
-                text=f"router and gateway start anew with other settings{one_by_one}",
+                text="a router and a gateway with other settings start before those that are there end",
                 notice="running requests may end first, then clients must connect again",
             )
         )
