@@ -191,6 +191,15 @@ class Frontend:
                     logger.warning("the controller does not answer: %r", error)
             await asyncio.sleep(HEARTBEAT_S)
 
+    async def _say_goodbye(self) -> None:
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            await asyncio.wait_for(self._controller.service_leaves.remote(self._id), 1.0)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.info("the controller was not told: %r", error)  # it ends too, or will notice
+
     async def check_health(self) -> None:
         """Serve calls this. An unreachable engine is no fault of the front end; a dead server task is."""
         if self._beats.done():
@@ -200,6 +209,7 @@ class Frontend:
         """Serve calls this when the replica stops: no new requests, running ones go on for a while."""
         if hasattr(self, "_beats"):
             self._beats.cancel()
+            await self._say_goodbye()
         # Both at once: what still took requests while the other drained would be cut off with them.
         if hasattr(self, "_gateway"):
             await asyncio.gather(self._gateway.close(), self._router.drain(GRACE_S))

@@ -31,6 +31,8 @@ def render(status: dict[str, Any]) -> str:
     lines = [
         f"fleet {status['fleet']} on {status['device']}: {npus['reserved']} of {npus['total']} NPUs in use"
     ]
+    if doors := status.get("front_ends"):  # a controller of an older release says nothing
+        lines.append(f"  {doors['ready']} of {doors['wanted']} front ends serve")
     lines += [f"  model {m['name']}: {m['ready']} of {m['wanted']} engines ready" for m in status["models"]]
     known = {engine["engine_id"] for engine in status["engines"]}
     for engine in status["engines"]:

@@ -32,6 +32,7 @@ from .placer import Placer, nodes
 from .progress import ENDED, STARTING, EngineProgress, Phase, ProgressBoard
 from .registry import EXPIRY_S, HEARTBEAT_S, Registry
 from .room import room, without
+from .services import Services
 from .status import status
 from .view import HeadAway, RayView
 from .wire import endpoint_from_dict, snapshot_to_dict
@@ -80,7 +81,7 @@ class Controller:
         self._ray = RayView()
         self._placing = asyncio.Lock()
         self._proven: set[str] = set()  # models that have had an engine
-        self._services: dict[str, tuple[str, str, float]] = {}  # by id: component, metrics URL, last heard of
+        self._services = Services()
         self._http = ControllerHttp(self)
         await self._http.start(self.config.metrics.host, self.config.metrics.port)
         self._loops = [
@@ -222,7 +223,11 @@ class Controller:
         ``refused`` says how many requests of each model it has turned away so far because no engine was there.
         """
         self.autoscaler.refused(service_id, refused or {})
-        self._services[service_id] = (component, metrics_url, time.monotonic())
+        self._services.heard(service_id, component, metrics_url, time.monotonic())
+
+    async def service_leaves(self, service_id: str) -> None:
+        """Forget a front end that takes no new requests."""
+        self._services.remove(service_id)
 
     async def watch(self, epoch: str, version: int) -> dict[str, Any]:
         """Return the snapshot as soon as it differs from (``epoch``, ``version``), or after ``WATCH_S``
@@ -233,7 +238,7 @@ class Controller:
     async def targets(self) -> list[dict[str, Any]]:
         """Return every Prometheus target of the fleet in the ``http_sd`` format."""
         services = [("controller", self._http.metrics_url)]
-        services += [(component, url) for component, url, _ in self._services.values()]
+        services += self._services.targets()
         return discovery.targets(self.config.name, self.registry.snapshot().endpoints, services)
 
     async def status(self) -> dict[str, Any]:
@@ -242,6 +247,7 @@ class Controller:
         told = status(self.changes, self.registry, self.progress, state)
         return {
             **told,
+            "front_ends": {"wanted": self.config.front_ends, "ready": self._services.front_ends()},
             "head_silent_s": round(silent, 1),
             "nodes": nodes(state, self.placer.models(), self.changes.wish.cordoned),
             "health": self.health.to_dict(),
@@ -309,9 +315,7 @@ class Controller:
                 self.progress.remove(endpoint.engine_id)
             self.progress.expire(now)
             before = time.monotonic()
-            gone = [key for key, (_, _, seen) in self._services.items() if now - seen > EXPIRY_S]
-            for key in gone:
-                del self._services[key]
+            await self._services.sweep(now)
 
     async def _arrange(self) -> None:
         """What needs Ray and Serve: scale, empty nodes, keep fences for a controller after this one."""

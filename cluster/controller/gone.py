@@ -1,4 +1,4 @@
-"""Engines that were killed: they say no goodbye, but their port is closed at once."""
+"""Engines and front ends that were killed: they say no goodbye, but their port is closed at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ async def closed(endpoints: Iterable[EngineEndpoint]) -> list[EngineEndpoint]:
     nobody listens any more.
     """
     asked = list(endpoints)
-    refused = await asyncio.gather(*(_refuses(endpoint.address) for endpoint in asked))
+    refused = await asyncio.gather(*(refuses(endpoint.address) for endpoint in asked))
     return [endpoint for endpoint, gone in zip(asked, refused, strict=True) if gone]
 
 
-async def _refuses(address: str) -> bool:
+async def refuses(address: str) -> bool:
+    """Return whether ``address`` (HOST:PORT) refuses a connection."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), TIMEOUT_S)

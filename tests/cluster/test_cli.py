@@ -396,6 +396,9 @@ def answer_of_the_controller() -> dict[str, Any]:
 
 def test_status_text() -> None:
     text = status.render(answer_of_the_controller())
+    assert "front ends" not in text, "a controller of an older release tells of none"
+    told = status.render({**answer_of_the_controller(), "front_ends": {"wanted": 2, "ready": 1}})
+    assert "\n  1 of 2 front ends serve\n" in told
     assert "1 of 8 NPUs in use" in text
     assert "model m: 1 of 2 engines ready" in text
     assert "engine m-1 ready at h:1 on virtual npu X" in text
