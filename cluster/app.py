@@ -160,6 +160,7 @@ def _router(config: FleetConfig, told: dict[str, Any]) -> Any:
         num_replicas=config.front_ends,
         # Each shares its ports with the one that it replaces, so that somebody always listens.
         max_surge_percent=100 // min(config.front_ends, 5),
+        health_check_timeout_s=10.0,  # one that hangs keeps its part of the clients waiting, and the controller too
         graceful_shutdown_timeout_s=45.0,
         user_config=told,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": FRONT_ENVIRONMENT}},

@@ -157,19 +157,26 @@ class Frontend:
         cluster = ray.get_runtime_context().gcs_address  # it has one fleet
         return PortClaim(door.host, door.port, f"{self.config.name} {cluster}")
 
-    async def _metrics_port(self, host: str) -> int:
+    async def _metrics_urls(self, host: str) -> dict[str, str]:
         """Where this front end's series are: on a port of its own where the gateway's may be another one's too."""
         from .router.processes.exporter import on_port, port_of
 
+        scheme = "http"
         if self.config.front_ends == 1:
-            return self._gateway.port
-        if self._exporter is None:
+            port = self._gateway.port
+            scheme = "http" if self.config.gateway.tls is None else "https"
+        else:
+            if self._exporter is None:
 
-            async def series() -> bytes:
-                return self._gateway.series()
+                async def series() -> bytes:
+                    return self._gateway.series()
 
-            self._exporter = await on_port(host, 0, series)
-        return port_of(self._exporter)
+                self._exporter = await on_port(host, 0, series)
+            port = port_of(self._exporter)
+        urls = {"gateway": f"{scheme}://{netloc(host, port)}/metrics"}
+        if self._router.metrics_port:
+            urls["router"] = f"http://{netloc(host, self._router.metrics_port)}/metrics"
+        return urls
 
     async def _heartbeats(self) -> None:
         import ray
@@ -178,9 +185,7 @@ class Frontend:
 
         host = reachable(self.config.gateway.host, ray.util.get_node_ip_address())
         while True:
-            ports = {"gateway": await self._metrics_port(host), "router": self._router.metrics_port}
-            urls = {role: f"http://{netloc(host, port)}/metrics" for role, port in ports.items() if port}
-            for role, url in urls.items():
+            for role, url in (await self._metrics_urls(host)).items():
                 name = self._id if role == "gateway" else f"{self._id}-{role}"
                 call = self._controller.service_heartbeat.remote(
                     name, role, url, self._gateway.turned_away if role == "gateway" else None

@@ -26,11 +26,12 @@ from .changes import Changes
 from .drains import left_to_serve, must_move, nodes_of, step
 from .gone import closed
 from .health import Health
+from .hearing import Hearing
 from .http import ControllerHttp
 from .outcome import Look
 from .placer import Placer, nodes
 from .progress import ENDED, STARTING, EngineProgress, Phase, ProgressBoard
-from .registry import EXPIRY_S, HEARTBEAT_S, Registry
+from .registry import EXPIRY_S, Registry
 from .room import room, without
 from .services import Services
 from .status import status
@@ -48,9 +49,6 @@ WATCH_S = 10.0
 """How long a watch call waits for a change before it answers with the unchanged snapshot."""
 
 SWEEP_S = 1.0
-
-LATE_S = 3.0
-"""A sweep that comes so much later than it should says that this process was halted, not its engines."""
 
 SERVE_PATIENCE_S = 120.0
 
@@ -82,6 +80,8 @@ class Controller:
         self._placing = asyncio.Lock()
         self._proven: set[str] = set()  # models that have had an engine
         self._services = Services()
+        now = time.monotonic()
+        self._hearing = Hearing(period=SWEEP_S, heard=now, looked=now)
         self._http = ControllerHttp(self)
         await self._http.start(self.config.metrics.host, self.config.metrics.port)
         self._loops = [
@@ -193,7 +193,8 @@ class Controller:
         Returns why it has to end, None if it may stay.
         """
         told = endpoint_from_dict(endpoint)
-        self.registry.heartbeat(told, time.monotonic())
+        self._hearing.heard = time.monotonic()
+        self.registry.heartbeat(told, self._hearing.heard)
         self._proven.add(told.model)
         self.autoscaler.heard(told.engine_id, load or {})
         return self.placer.leaving.get(told.engine_id)
@@ -223,7 +224,8 @@ class Controller:
         ``refused`` says how many requests of each model it has turned away so far because no engine was there.
         """
         self.autoscaler.refused(service_id, refused or {})
-        self._services.heard(service_id, component, metrics_url, time.monotonic())
+        self._hearing.heard = time.monotonic()
+        self._services.heard(service_id, component, metrics_url, self._hearing.heard)
 
     async def service_leaves(self, service_id: str) -> None:
         """Forget a front end that takes no new requests."""
@@ -300,22 +302,20 @@ class Controller:
             await self.changes.adjust(lambda wish: wish.lend(made.scale))
 
     async def _sweep(self) -> None:
-        before = fair = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            if now - before > SWEEP_S + LATE_S:  # this process itself was halted, and heard nobody
-                fair = now + 2 * HEARTBEAT_S
+            fair = self._hearing.fair(now)
             for endpoint in await closed(self.registry.silent(now)):
                 await self.died(endpoint.engine_id, "its process ended: nobody listens on its port")
-            for endpoint in self.registry.expire(now) if now > fair else ():
+            for endpoint in self.registry.expire(now) if fair else ():
                 self.health.died(
                     endpoint, f"it was silent for {EXPIRY_S:.0f} s: its process or its node hangs"
                 )
                 self.progress.remove(endpoint.engine_id)
             self.progress.expire(now)
-            before = time.monotonic()
-            await self._services.sweep(now)
+            await self._services.sweep(now, fair)
+            self._hearing.looked = time.monotonic()
 
     async def _arrange(self) -> None:
         """What needs Ray and Serve: scale, empty nodes, keep fences for a controller after this one."""

@@ -39,12 +39,14 @@ class Services:
         ]:
             del self._known[known]
 
-    async def sweep(self, now: float) -> None:
-        """Forget those that are silent and whose port is closed, and those that were silent for ``EXPIRY_S``."""
+    async def sweep(self, now: float, fair: bool = True) -> None:
+        """Forget those that are silent and whose port is closed, and, if it is ``fair``, those that were silent for
+        ``EXPIRY_S``.
+        """
         silent = {name: it for name, it in self._known.items() if now - it.heard > SILENT_S}
         refused = await asyncio.gather(*(refuses(urlsplit(it.metrics_url).netloc) for it in silent.values()))
         for (name, service), gone in zip(silent.items(), refused, strict=True):
-            if (gone or now - service.heard > EXPIRY_S) and self._known.get(name) is service:
+            if (gone or (fair and now - service.heard > EXPIRY_S)) and self._known.get(name) is service:
                 del self._known[name]
 
     def targets(self) -> list[tuple[str, str]]:

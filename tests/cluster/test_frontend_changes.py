@@ -7,6 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+
 from npufleet.cluster import config
 from npufleet.cluster.deploy.wish import Wish
 from npufleet.cluster.frontend import Frontend, model_spec
@@ -73,3 +75,24 @@ async def test_router_and_gateway_of_a_front_end_that_leaves_drain_at_once() -> 
     async with asyncio.timeout(10):
         await made.__del__()
     assert told == ["closed"]
+
+
+async def test_each_front_end_says_where_its_own_series_are() -> None:
+    models = [{"name": "a", "source": "/m"}]
+    tls = {"certificate": "/c", "key": "/k"}
+    made = Frontend.__new__(Frontend)
+    made._exporter = None
+    made._gateway = SimpleNamespace(port=8000, series=lambda: b"ours 1\n")  # type: ignore[assignment]
+    made._router = SimpleNamespace(metrics_port=None)  # type: ignore[assignment]
+    made._wish = Wish.of(config.from_dict({"models": models}))
+    assert await made._metrics_urls("127.0.0.1") == {"gateway": "http://127.0.0.1:8000/metrics"}
+    made._wish = Wish.of(config.from_dict({"models": models, "gateway": {"tls": tls}}))
+    assert await made._metrics_urls("127.0.0.1") == {"gateway": "https://127.0.0.1:8000/metrics"}
+    made._wish = Wish.of(config.from_dict({"models": models, "gateway": {"tls": tls}, "front_ends": 2}))
+    made._router = SimpleNamespace(metrics_port=9)  # type: ignore[assignment]
+    urls = await made._metrics_urls("127.0.0.1")
+    assert urls == await made._metrics_urls("127.0.0.1") and urls["router"] == "http://127.0.0.1:9/metrics"
+    async with aiohttp.ClientSession() as session, session.get(urls["gateway"]) as answer:
+        assert await answer.text() == "ours 1\n"
+    assert made._exporter is not None
+    await made._exporter.cleanup()
