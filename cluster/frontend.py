@@ -194,6 +194,8 @@ class Frontend:
                     await asyncio.wait_for(call, 5.0)
                 except (RayError, RayServeException, TimeoutError) as error:
                     logger.warning("the controller does not answer: %r", error)
+            for claim in self._claims:
+                claim.touch()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _say_goodbye(self) -> None:

@@ -56,6 +56,10 @@ class PortClaim:
         if os.pread(self._file, len(name), 0) != name:
             raise BlockingIOError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
+    def touch(self) -> None:
+        """Say now and then that it is in use: systems remove temporary files that are some days old."""
+        os.utime(self._file)
+
     def close(self) -> None:
         """Give it up."""
         os.close(self._file)

@@ -59,10 +59,13 @@ def test_a_dead_process_has_no_claim(tmp_path: Path, port: int) -> None:
     claim(port, "ours", tmp_path).close()
 
 
-def test_the_name_of_a_fleet_is_in_no_file(tmp_path: Path, port: int) -> None:
+def test_the_file_of_a_claim_names_no_fleet_and_stays(tmp_path: Path, port: int) -> None:
     made = claim(port, "a secret of the fleet", tmp_path)
     (file,) = tmp_path.rglob(f"*-{port}")
     assert b"secret" not in file.read_bytes() and file.stat().st_mode & 0o077 == 0
+    os.utime(file, (1.0, 1.0))
+    made.touch()
+    assert file.stat().st_mtime > 1.0, "or whoever cleans temporary files would remove it one day"
     made.close()
 
 

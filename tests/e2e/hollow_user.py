@@ -32,7 +32,7 @@ class HollowUser:
 
     def config(self, *models: dict[str, Any], **more: Any) -> Path:
         fleet: dict[str, Any] = {"name": "hollow", "device": "virtual", "models": list(models), **more}
-        fleet |= {name: {"port": port} for name, port in self.ports.items()}
+        fleet |= {name: {**fleet.get(name, {}), "port": port} for name, port in self.ports.items()}
         path = self.folder / "fleet.yaml"
         path.write_text(json.dumps(fleet))
         return path

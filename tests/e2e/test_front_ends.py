@@ -9,6 +9,8 @@ import httpx
 import psutil
 import pytest
 
+from npufleet.cluster.controller.registry import EXPIRY_S
+
 from .fleet import RECOVER_S, eventually, kill
 from .hollow_user import HollowUser
 from .streams import Stream
@@ -85,3 +87,45 @@ def test_one_of_two_front_ends_dies_and_the_other_serves(hollow: HollowUser) -> 
         stream.stop()
     assert not [text for stream in streams for text in stream.failed if text.startswith("wrong")]
     assert all(stream.seeds for stream in streams)
+
+
+@pytest.mark.parametrize("front_ends", [1, 2])
+def test_front_ends_with_other_settings_begin_before_those_that_are_there_end(
+    hollow: HollowUser, front_ends: int
+) -> None:
+    model = hollow.model("alpha", 1)
+    hollow.start(hollow.config(model, front_ends=front_ends))
+    before = {process.pid for process in hollow.processes(FRONT)}
+    streams = [Stream(hollow.ports["router"], "alpha") for _ in range(4)]
+    changed = hollow.config(model, front_ends=front_ends, router={"policy": "round-robin"})
+    assert hollow.run("deploy", str(changed), "--yes").returncode == 0
+    eventually(
+        "all are others",
+        RECOVER_S,
+        lambda: (
+            before.isdisjoint(now := {process.pid for process in hollow.processes(FRONT)})
+            and len(now) == front_ends
+        ),
+    )
+    eventually("the status knows", RECOVER_S, lambda: hollow.status()["front_ends"]["ready"] == front_ends)
+    for stream in streams:
+        stream.stop()
+    assert [text for stream in streams for text in stream.failed] == []
+    assert all(stream.seeds for stream in streams)
+
+
+def test_a_front_end_that_hangs_does_not_make_the_controller_forget_engines(hollow: HollowUser) -> None:
+    hollow.start(hollow.config(hollow.model("alpha", 1), front_ends=2))
+    eventually("two serve", RECOVER_S, lambda: hollow.status()["front_ends"]["ready"] == 2)
+    engine = hollow.engines("alpha")
+    hanging = hollow.processes(FRONT)[0]
+    hanging.suspend()
+    try:
+        until = time.monotonic() + EXPIRY_S + 5.0
+        while time.monotonic() < until:
+            assert hollow.engines("alpha") == engine
+            time.sleep(0.5)
+        assert hollow.status()["health"]["deaths"] == []
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):  # Serve may have given it up
+            hanging.resume()
