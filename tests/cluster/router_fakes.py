@@ -57,6 +57,7 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         None  # what SubscribeKvEvents says, in place of a number
     )
     options: tuple[tuple[str, int], ...] = ()
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
     credentials: tuple[Path, Path, Path, bool] | None = None  # CA, certificate, key, clients must show one
 
     seen: list[pb.GenerateRequest] = field(default_factory=list)
@@ -73,7 +74,8 @@ class FakeEngine(vllm_engine_pb2_grpc.VllmEngineServicer, health_pb2_grpc.Health
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> FakeEngine:
-        self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *self.options])
+        options = [("grpc.so_reuseport", 0), *self.options]
+        self.server = grpc.aio.server(interceptors=self.interceptors, options=options)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self, self.server)
         if self.credentials is None:

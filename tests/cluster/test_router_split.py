@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -100,6 +101,42 @@ async def test_a_prefill_engine_that_fails_costs_no_answer(code: grpc.StatusCode
         assert await tokens_of(f.stub.Generate(asked())) == expected()
         assert not second.seen[0].HasField("kv_transfer_params_json")
         assert split_counts(f) == {"failed": 1}
+
+
+def _with_params(text: str) -> bytes:
+    return pb.GenerateResponse(
+        complete=pb.GenerateComplete(kv_transfer_params_json=text)
+    ).SerializeToString()
+
+
+class Says(grpc.aio.ServerInterceptor):
+    """Answers Generate with these bytes, whatever they are."""
+
+    def __init__(self, said: bytes) -> None:
+        self._said = said
+
+    async def intercept_service(self, continuation, handler_call_details):
+        async def say(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            yield self._said
+
+        if not handler_call_details.method.endswith("/Generate"):
+            return await continuation(handler_call_details)
+        return grpc.unary_stream_rpc_method_handler(say)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"\xff\xff\xff", *map(_with_params, ("{no", '["x"]', "[" * 9999, ""))],
+    ids=["no message", "no JSON", "no object", "too deep", "nothing"],
+)
+async def test_a_prefill_engine_that_talks_nonsense_costs_no_answer(said: bytes) -> None:
+    first = engine("p", "prefill", interceptors=(Says(said),))
+    second = engine("d", "decode")
+    async with fleet(first, second, settings=SETTINGS) as f:
+        assert await tokens_of(f.stub.Generate(asked())) == expected()
+        assert not second.seen[0].HasField("kv_transfer_params_json")
+        assert split_counts(f) == {"failed": 1}
+        await until(lambda: all(m.in_flight == 0 for m in f.router.picker.pool.members()))
 
 
 async def test_what_a_client_gets_wrong_it_is_told() -> None:

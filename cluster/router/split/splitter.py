@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from npufleet.cluster.endpoints import EngineEndpoint
 from npufleet.cluster.router.base import RequestInfo
@@ -109,7 +110,7 @@ class Splitter:
 
 
 async def _compute(lease: Lease, raw: bytes, metadata: Metadata, seconds: float) -> Params | None:
-    """Run the first request to its end; the parameters of its answer."""
+    """Run the first request to its end; the parameters of its answer. Raises as :func:`_params_in` does."""
     call: Any = lease.channel.unary_stream(path("Generate"))(raw, timeout=seconds, metadata=tuple(metadata))
     told = None
     try:
@@ -117,12 +118,22 @@ async def _compute(lease: Lease, raw: bytes, metadata: Metadata, seconds: float)
             while (message := await call.read()) is not grpc.aio.EOF:
                 lease.heard()
                 lease.started()
-                answer = pb.GenerateResponse.FromString(message)
-                if answer.complete.kv_transfer_params_json:
-                    told = json.loads(answer.complete.kv_transfer_params_json)
+                told = _params_in(message) or told
     finally:
         call.cancel()
     return told
+
+
+def _params_in(message: bytes) -> Params | None:
+    """The parameters of a transfer in an engine's message; ValueError where it cannot be read or they are none."""
+    try:
+        text = pb.GenerateResponse.FromString(message).complete.kv_transfer_params_json
+        params = json.loads(text) if text else None
+    except (DecodeError, RecursionError) as error:
+        raise ValueError(f"its answer cannot be read: {error}") from error
+    if not isinstance(params, dict | None):
+        raise ValueError(f"its parameters of the transfer are not a JSON object: {text[:200]}")
+    return params
 
 
 def _to_decode(info: RequestInfo) -> RequestInfo:
