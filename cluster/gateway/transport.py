@@ -59,6 +59,7 @@ class GrpcEngineCore:
         self._watermarks = watermarks
         self._jobs: dict[str, Job] = {}
         self._outputs: list[EngineCoreOutput] = []
+        self._taken: list[EngineCoreOutput] = []  # those before them, which the frontend reads piece by piece
         self._wake = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._on_error: OnError | None = None
@@ -74,6 +75,9 @@ class GrpcEngineCore:
         def restart(request: EngineCoreRequest) -> None:
             # Also what the frontend has not read yet.
             self._outputs = [one for one in self._outputs if one.request_id != request.request_id]
+            for one in self._taken:
+                if one.request_id == request.request_id:
+                    one.request_id = ""  # it ignores what comes for requests that it does not know
             on_restart(request)
 
         self._attempts.on_restart = restart
@@ -125,8 +129,8 @@ class GrpcEngineCore:
         while not self._outputs:
             self._wake.clear()
             await self._wake.wait()
-        outputs, self._outputs = self._outputs, []
-        return EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())
+        self._taken, self._outputs = self._outputs, []
+        return EngineCoreOutputs(outputs=self._taken, timestamp=time.monotonic())
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel everything under way. May be called from any state, also more than once."""
