@@ -273,7 +273,7 @@ class Attempts:
         if not job.outgoing.needs_features:
             return job.outgoing.message, job.outgoing.trace or TRACE.get(), False
         with closed_is_unavailable():
-            features = await self._features.of(lease.endpoint.engine_id, lease.channel)
+            features = await self._features.of(lease)
         message, metadata, ranked = job.outgoing.to_engine(features)
         return message, metadata if job.outgoing.trace else (*TRACE.get(), *metadata), ranked
 

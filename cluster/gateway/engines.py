@@ -10,6 +10,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from ..proto.features import EngineFeatures, read
+from ..router.picker import Lease
 from ..transport.base import EngineChannel
 
 MAX_TOKENIZER_BYTES = 512 << 20
@@ -46,18 +47,20 @@ async def fetch_model_info(
 
 
 class FeatureCache:
-    """Features per engine id, asked once: an engine's features do not change while it lives."""
+    """Features of engines, each asked once in its life: they do not change while it lives."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._known: OrderedDict[str, EngineFeatures] = OrderedDict()
+        self._known: OrderedDict[str, tuple[int, EngineFeatures]] = OrderedDict()
 
-    async def of(self, engine_id: str, channel: EngineChannel) -> EngineFeatures:
-        """The features of ``engine_id``; raises ``AioRpcError`` when it cannot be asked."""
-        known = self._known.get(engine_id)
-        if known is None:
-            _, known = await fetch_model_info(channel, self._deadline_s)
-            self._known[engine_id] = known
+    async def of(self, lease: Lease) -> EngineFeatures:
+        """The features of the leased engine; raises ``AioRpcError`` when it cannot be asked."""
+        engine_id = lease.endpoint.engine_id
+        life, known = self._known.get(engine_id, (0, None))
+        if known is None or life != lease.life:
+            life = lease.life
+            _, known = await fetch_model_info(lease.channel, self._deadline_s)
+            self._known[engine_id] = life, known
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return known

@@ -8,6 +8,7 @@ engine: a busy one may miss a few; a refused or broken call is believed at once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from npufleet.cluster.transport.registry import open_channel
 _log = logging.getLogger(__name__)
 _SHORTEST_HOLD = 0.05
 _LONGEST_HOLD = 10.0
+_LIVES = itertools.count(1)
 
 
 class MemberState(StrEnum):
@@ -80,6 +82,7 @@ class Member:
         self._spare = spare
         self._progress = Progress(settings.stall_timeout, settings.first_stall_timeout)
         self._breaker = Breaker(settings.breaker_failures)
+        self.life = 0  # another number each time that it is found serving: behind an address may be another process then
         self.heard = self._progress.heard  # to be called with each message of a request
         self._reached = False
         self._reached_once = False
@@ -190,6 +193,8 @@ class Member:
             self._on_change(self, old, reason)
 
     def _reach(self) -> None:
+        if not self._reached:
+            self.life = next(_LIVES)
         self._reached = self._reached_once = True
         self._changed("it serves")
 

@@ -63,6 +63,11 @@ class Lease:
         """The pool's channel to that engine. It belongs to the pool: do not close it."""
         return self._member.channel
 
+    @property
+    def life(self) -> int:
+        """Changes when that engine was lost and came back, maybe as another process."""
+        return self._member.life
+
     def heard(self) -> None:
         """A message came: the engine gets on."""
         self._member.heard()

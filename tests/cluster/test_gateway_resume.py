@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreOutput
 from npufleet.cluster.gateway.metrics import GatewayMetrics
 from npufleet.cluster.gateway.settings import GatewaySettings
 from npufleet.cluster.gateway.transport import GrpcEngineCore
+from npufleet.cluster.proto.features import advertise
 from npufleet.cluster.router import member
 
 from .router_fakes import MODEL, QUICK, Fleet, fleet, until
@@ -173,6 +174,31 @@ async def test_a_client_that_leaves_in_the_seam_ends_the_new_engines_work():
         await idle(g.fleet)
         assert not g.errors
         assert resumed(g.fleet, "failed") == 1
+
+
+@dataclass(eq=False)
+class Telling(Chain):
+    """Tells its features."""
+
+    offered: tuple[tuple[str, str | bytes], ...] = ()
+
+    async def GetModelInfo(self, request, context):
+        await context.send_initial_metadata(self.offered)
+        return await super().GetModelInfo(request, context)
+
+
+async def test_an_engine_that_came_back_with_other_features_is_asked_again():
+    async with gateway(Telling(name="a")) as g:
+        (engine,), (one,) = g.fleet.engines, g.fleet.router.picker.pool.members()
+        await ready(g.fleet)
+        await g.ask(bad_words=["x"])
+        assert "bad_words cannot be used" in str(g.errors[0])
+        await engine.stop()
+        await until(lambda: not one.pickable)
+        engine.offered = advertise({})
+        await engine.start()
+        await ready(g.fleet)
+        assert await g.ask(bad_words=["x"]) and not g.errors
 
 
 @pytest.mark.parametrize("transport", ["http2", "grpcio"])

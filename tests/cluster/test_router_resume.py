@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from npufleet.cluster.proto.extension import EXTENSION_KEY, encode
 from npufleet.cluster.router import member
+from npufleet.cluster.router.replay.known import KnownLimits
 
 from .router_fakes import MODEL, QUICK, FakeEngine, Fleet, endpoint, fleet, until
 
@@ -448,6 +449,22 @@ async def test_engines_that_do_not_tell_their_end_tokens_are_not_gone_on_with():
         _, error = await read(f.stub.Generate(ask()))
         assert error is not None and "do not tell which tokens end an answer" in error.details()
         assert await answered(f, ask(ignore_eos=True), 2) == await answered(f, ask(ignore_eos=True))
+
+
+async def test_an_engine_that_came_back_with_other_limits_is_asked_again():
+    async with fleet(*engines(1, max_len=11)) as f:
+        await ready(f)
+        known, members = KnownLimits(), f.router.picker.pool.members()
+        (engine,) = f.engines
+        for limit in (11, 20):
+            engine.max_len = limit
+            for _ in range(2):
+                limits = await known.of(members, lambda: 5.0)
+                assert limits is not None and limits.max_model_len == limit
+            await engine.stop()
+            await until(lambda: not members[0].pickable)
+            await engine.start()
+            await ready(f)
 
 
 @pytest.mark.parametrize("hangs_after", [0, 2])

@@ -17,10 +17,10 @@ _REMEMBERED = 1024
 
 
 class KnownLimits:
-    """The limits of engines, each asked once: an engine's do not change while it lives."""
+    """The limits of engines, each asked once in its life: they do not change while it lives."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Limits] = OrderedDict()
+        self._known: OrderedDict[str, tuple[int, Limits]] = OrderedDict()
 
     async def of(self, members: Iterable[Member], seconds: Callable[[], float]) -> Limits | None:
         """The limits of the first of ``members``, engines of one model, that tells; None where none of them does.
@@ -28,9 +28,10 @@ class KnownLimits:
         Each may take ``seconds()``.
         """
         for member in members:
-            known = self._known.get(member.engine_id)
-            if known is not None:
+            life, known = self._known.get(member.engine_id, (0, None))
+            if known is not None and life == member.life:
                 return known
+            life = member.life
             ask = vllm_engine_pb2_grpc.VllmEngineStub(member.channel).GetModelInfo
             try:
                 with closed_is_unavailable():
@@ -39,7 +40,7 @@ class KnownLimits:
                 member.outcome(error.code())
                 continue
             known = Limits(eos=tuple(told.eos_token_ids), max_model_len=told.max_context_length)
-            self._known[member.engine_id] = known
+            self._known[member.engine_id] = life, known
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
             return known
