@@ -70,6 +70,11 @@ class FleetClient(AsyncLLM):
         engine_core: GrpcEngineCore = self.engine_core  # type: ignore[assignment]
         return made if made is not None and engine_core.shorten(state.request_id, made) else None
 
+    def end(self, error: VLLMError) -> None:
+        """End all running requests with ``error``."""
+        for request_id in list(self.output_processor.request_states):
+            self._fail(request_id, error)
+
     def _fault(self, request_id: str, fault: Exception) -> None:
         """End a request whose shortcut has a fault."""
         engine_core: GrpcEngineCore = self.engine_core  # type: ignore[assignment]

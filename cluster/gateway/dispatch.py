@@ -138,7 +138,7 @@ class Dispatcher:
                 f"model {slot.spec.name!r} is not ready: {reason}",
                 kind="ServiceUnavailableError",
             )
-        await slot.frontend.app(scope, receive, send)
+        await slot.answer(scope, receive, send)
         return slot.spec.name
 
     def _slot_for(self, model: str | None, *, any_will_do: bool = False) -> Slot:

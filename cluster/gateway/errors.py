@@ -82,6 +82,14 @@ def stalled(seconds: float, tokens_sent: int, why: str = "") -> VLLMError:
     )
 
 
+def removed(model: str) -> VLLMError:
+    """The error for a request of a model that the gateway stops serving, or serves with other settings now."""
+    return GracefulHTTPError(
+        f"model {model!r} was removed or changed while it had this request; send the request again",
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+
+
 def no_engine(error: NoEngine) -> VLLMError:
     """The error for a request that no engine can take."""
     if error.reason in (NoEngineReason.UNKNOWN_MODEL, NoEngineReason.MODEL_REQUIRED):

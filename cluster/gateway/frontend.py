@@ -29,6 +29,7 @@ from ..router.picker import Picker, RequestInfo
 from .bundle import make_folder
 from .client import FleetClient
 from .engines import fetch_model_info, fetch_tokenizer
+from .errors import removed
 from .metrics import GatewayMetrics, ModelStats
 from .nearby import render_nearby
 from .plain import PlainChat, PlainCompletion
@@ -146,6 +147,7 @@ class Frontend:
 
     def close(self) -> None:
         """End running requests and remove the files."""
+        self.client.end(removed(self.name))
         self.client.shutdown()
         self._folder.close()
 

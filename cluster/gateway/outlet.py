@@ -35,10 +35,17 @@ class Outlet:
         )
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, not empty, as the next chunk (RFC 9112, section 7.1); nothing once the answer is over."""
+        """Send ``data``, not empty, as the next chunk (RFC 9112, section 7.1); nothing once the answer is over.
+
+        Raises ``ConnectionAbortedError`` where the client has left and the server does not know: with a further request
+        behind this one on the connection, uvicorn tells only that one.
+        """
         cycle = self._cycle
-        if not (cycle.disconnected or cycle.response_complete):
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if cycle.disconnected or cycle.response_complete:
+            return
+        if cycle.transport.is_closing():
+            raise ConnectionAbortedError("the client has left")
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def outlet_under(send: Send) -> Outlet | None:

@@ -51,6 +51,7 @@ class ResponseReader:
         self._held: EngineCoreOutput | None = None
         self._said = said
         self._first = not said
+        self._empty = False  # a message came without tokens, after the first ones
         self.ids = array("I")  # read so far
 
     @property
@@ -75,14 +76,16 @@ class ResponseReader:
 
     def shorten(self, response: Any, shortcut: Shortcut) -> bool:
         """Hand the tokens of one message to ``shortcut``; False where the message must be fed."""
-        if self._held is None and shortcut.is_open(self._said + len(self.ids)) and response.HasField("chunk"):
+        if self._empty:
+            shortcut.close()  # the count of tokens does not tell when an output without any has passed
+        elif (
+            self._held is None and shortcut.is_open(self._said + len(self.ids)) and response.HasField("chunk")
+        ):
             ids = response.chunk.token_ids
             if ids and ids[-1] not in self._stop_ids and len(self.ids) + len(ids) < self._last_count:
                 self.ids.extend(ids)
                 shortcut.put(ids)
                 return True
-            if not ids:
-                shortcut.close()  # the count of tokens does not tell when an output without any has passed
         shortcut.flush()  # nothing overtakes it
         return False
 
@@ -95,8 +98,10 @@ class ResponseReader:
         if self._held is not None:
             into.append(self._held)
             self._held = None
+        first = not (self._said or self.ids)
         output = self._output(list(chunk.token_ids), chunk)
         ids = output.new_token_ids
+        self._empty = self._empty or not (ids or first)
         if ids and (ids[-1] in self._stop_ids or self.tokens >= self._last_count):
             self._held = output
         else:

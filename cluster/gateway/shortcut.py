@@ -87,16 +87,24 @@ class Shortcut:
         self._seen += len(ids)
 
     def flush(self, now: float = 0.0) -> None:
-        """Write what was put, if anything; ``now``: monotonic seconds."""
-        ids = self._pending
+        """Write what was put, if anything; ``now``: monotonic seconds. A fault ends the request, nothing is raised."""
+        ids, self._pending = self._pending, []
         if not ids:
             return
-        self._pending = []
+        try:
+            self._write(ids, now or time.monotonic())
+        except Exception as fault:  # noqa: BLE001 - supervisor: a fault ends its request, not the others
+            if not isinstance(fault, ConnectionError):
+                logger.error("request %s failed in the gateway:\n%s", self.request_id, format_exc())
+            self.close()
+            self._owner.fail(self.request_id, fault)
+
+    def _write(self, ids: list[int], now: float) -> None:
         self._skipped += ids
         self._detokenizer.update(ids, False)
         text = to_json(self._detokenizer.get_next_output_text(False, True))
         self._outlet.write(b"%b%b%b" % (self._before, text, self._after))
-        stats, now = self._stats, now or time.monotonic()
+        stats = self._stats
         stats.num_generation_tokens += len(ids)
         self._owner.stats.went_on(len(ids), now - stats.last_token_ts)
         stats.last_token_ts = now
@@ -108,7 +116,7 @@ class Shortcuts:
     def __init__(self, stats: ModelStats, fail: Callable[[str, Exception], None]) -> None:
         """``fail(request_id, fault)`` ends a request whose tokens could not be written."""
         self.stats = stats
-        self._fail = fail
+        self.fail = fail
         self._dirty: list[Shortcut] = []
 
     def make(
@@ -138,9 +146,4 @@ class Shortcuts:
         dirty, self._dirty = self._dirty, []
         now = time.monotonic()
         for one in dirty:
-            try:
-                one.flush(now)
-            except Exception as fault:  # noqa: BLE001 - supervisor: a fault ends its request, not the others
-                logger.error("request %s failed in the gateway:\n%s", one.request_id, format_exc())
-                one.stop()
-                self._fail(one.request_id, fault)
+            one.flush(now)

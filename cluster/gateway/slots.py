@@ -12,6 +12,7 @@ import grpc
 from ..router.picker import NoEngine, Picker
 from .frontend import Frontend, load_frontend
 from .heap import settle
+from .http import Receive, Scope, Send
 from .metrics import GatewayMetrics
 from .settings import GatewaySettings, ModelSpec
 
@@ -30,6 +31,7 @@ class Slot:
         self.spec = spec
         self.frontend: Frontend | None = None
         self.problem = "no engine of it has been ready yet"
+        self.answering = 0  # requests that the frontend has
         self._picker = picker
         self._settings = settings
         self._metrics = metrics
@@ -53,13 +55,24 @@ class Slot:
             return await self.frontend.model_cards()
         return [{"id": self.spec.name, "object": "model", "created": 0, "owned_by": "npufleet"}]
 
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the frontend, which must be there, answer a request."""
+        assert self.frontend is not None
+        self.answering += 1
+        try:
+            await self.frontend.app(scope, receive, send)
+        finally:
+            self.answering -= 1
+
     async def leave(self) -> None:
         """Let running requests end within ``shutdown_grace``, then close."""
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace
         try:
-            while self.frontend is not None and (running := self.frontend.core.active):
+            while self.answering:
                 if asyncio.get_running_loop().time() > deadline:
-                    logger.warning("model %s: %d requests that still run are ended", self.spec.name, running)
+                    logger.warning(
+                        "model %s: %d requests that still run are ended", self.spec.name, self.answering
+                    )
                     break
                 await asyncio.sleep(_POLL_S)
         finally:

@@ -23,6 +23,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from ..router.picker import Picker
 from .attempts import Attempts, Job
 from .engines import FeatureCache
+from .errors import removed
 from .metrics import GatewayMetrics
 from .requests import from_core_request
 from .settings import GatewaySettings
@@ -63,6 +64,7 @@ class GrpcEngineCore:
         self._wake = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._on_error: OnError | None = None
+        self._shut = False
         self._attempts = Attempts(
             model, picker, settings, metrics, FeatureCache(settings.control_timeout), self._emit
         )
@@ -94,6 +96,9 @@ class GrpcEngineCore:
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send ``request`` off; its outputs, or its error, come by themselves."""
         params = request.sampling_params
+        if self._shut:  # it was rendered meanwhile
+            self._fail(request.request_id, removed(self.model))
+            return
         try:
             outgoing = from_core_request(request, watermarks=self._watermarks)
         except VLLMValidationError as error:
@@ -134,6 +139,7 @@ class GrpcEngineCore:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel everything under way. May be called from any state, also more than once."""
+        self._shut = True
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         self._jobs.clear()
         if self._watch is not None:

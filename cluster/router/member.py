@@ -82,7 +82,7 @@ class Member:
         self._spare = spare
         self._progress = Progress(settings.stall_timeout, settings.first_stall_timeout)
         self._breaker = Breaker(settings.breaker_failures)
-        self.life = 0  # another number each time that it is found serving: behind an address may be another process then
+        self.life = 0  # another one each time that it is found serving: it may be another process then
         self.heard = self._progress.heard  # to be called with each message of a request
         self._reached = False
         self._reached_once = False

@@ -76,16 +76,40 @@ async def test_a_retired_model_takes_nothing_new_and_ends_what_it_has(gateway: G
 
 
 async def test_a_slot_leaves_when_its_requests_have_ended_or_its_time_is_over() -> None:
-    for grace, active in ((30.0, 0), (0.0, 3)):
+    for grace, answering in ((30.0, 0), (0.0, 3)):
         slot = Slot.__new__(Slot)
         slot.spec = ModelSpec(name="m")
         slot._settings = GatewaySettings(shutdown_grace=grace)
         slot._task = asyncio.create_task(asyncio.sleep(0))
         closed: list[bool] = []
-        core = SimpleNamespace(active=active)
-        slot.frontend = SimpleNamespace(core=core, close=lambda done=closed: done.append(True))  # type: ignore[assignment]
+        slot.answering = answering
+        slot.frontend = SimpleNamespace(close=lambda done=closed: done.append(True))  # type: ignore[assignment]
         await asyncio.wait_for(slot.leave(), 10)
         assert closed == [True]
+
+
+async def test_a_slot_does_not_leave_while_a_request_is_on_its_way_to_an_engine_or_from_there() -> None:
+    ready, closed = asyncio.Event(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await ready.wait()
+        assert not closed
+
+    slot = Slot.__new__(Slot)
+    slot.spec, slot.answering = ModelSpec(name="m"), 0
+    slot._settings = GatewaySettings()
+    slot._task = asyncio.create_task(asyncio.sleep(0))
+    core = SimpleNamespace(active=0)  # it is being rendered, or its last output has not been read yet
+    slot.frontend = SimpleNamespace(app=app, core=core, close=lambda: closed.append(True))  # type: ignore[assignment]
+    nothing: Any = None
+    answer = asyncio.create_task(slot.answer(nothing, nothing, nothing))
+    leaving = asyncio.create_task(slot.leave())
+    await settle()
+    assert not closed
+    ready.set()
+    await answer
+    await asyncio.wait_for(leaving, 10)
+    assert closed == [True]
 
 
 async def test_one_of_several_gateways_opens_its_port_when_its_models_answer(

@@ -47,6 +47,7 @@ def slot(name: str, app: Any = echo_app, engines: int = 1) -> Any:
     return SimpleNamespace(
         spec=ModelSpec(name=name),
         frontend=frontend,
+        answer=app,
         engines=engines,
         problem="it is being built",
         cards=cards,

@@ -226,6 +226,20 @@ async def test_a_fault_ends_its_own_stream(tokenizer: Any, caplog: pytest.LogCap
         assert (await f.ask(Wire())).short > 0
 
 
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[int]:
+    """The port of a uvicorn with ``app``."""
+    config = uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http="httptools")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    async with asyncio.timeout(30):
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()[1]
+        server.should_exit = True
+        await task
+
+
 async def test_an_outlet_writes_as_uvicorn_does():
     seen = {}
 
@@ -240,20 +254,37 @@ async def test_an_outlet_writes_as_uvicorn_does():
         assert not outlet.open
         outlet.write(b"too late")
 
-    config = uvicorn.Config(app, port=0, lifespan="off", log_level="warning", http="httptools")
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(30):
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+    async with served(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         answer = await reader.read()
         writer.close()
-        server.should_exit = True
-        await task
     assert answer.partition(b"\r\n\r\n")[2] == b"4\r\none \r\n4\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n"
+
+
+async def test_an_outlet_knows_that_its_client_has_left_where_uvicorn_does_not_say_so():
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        outlet = outlet_under(send)
+        assert outlet is not None
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+        cycle: Any = outlet._cycle
+        try:
+            while True:
+                outlet.write(b"more")
+                await asyncio.sleep(0.01)
+        except ConnectionAbortedError:
+            seen["told"] = cycle.disconnected
+
+    async with served(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2)  # the second one waits for the first
+        await reader.readuntil(b"more")
+        writer.transport.abort()
+        await until(lambda: "told" in seen)
+    assert seen["told"] is False
 
 
 async def test_what_is_not_uvicorns_own_has_no_outlet():

@@ -104,9 +104,7 @@ async def test_a_prefill_engine_that_fails_costs_no_answer(code: grpc.StatusCode
 
 
 def _with_params(text: str) -> bytes:
-    return pb.GenerateResponse(
-        complete=pb.GenerateComplete(kv_transfer_params_json=text)
-    ).SerializeToString()
+    return pb.GenerateResponse(complete=pb.GenerateComplete(kv_transfer_params_json=text)).SerializeToString()
 
 
 class Says(grpc.aio.ServerInterceptor):
