@@ -148,7 +148,6 @@ _LENGTHS = (
         "pass",
         f"{PLUGIN}test_engine.py",
         f"{GREEDY}graph",
-        why_not="The virtual NPU finishes each call before it returns, so there is no race to lose.",
     ),
 )
 

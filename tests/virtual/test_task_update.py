@@ -41,6 +41,7 @@ def test_without_an_update_the_arguments_are_stale(group):
 
 def test_an_update_takes_effect_at_the_next_replay(group):
     group.graph.replay()
+    group.side.wait_stream(npu.current_stream())
     update(group, lambda: scaled(group.x, group.out, 10.0))
     assert group.result.tolist() == [3] * 3  # an update runs nothing
     group.graph.replay()
@@ -156,3 +157,88 @@ def test_torch_npu_s_own_update_of_fused_attention():
     graph.replay()
     assert torch.equal(out, attend([20, 33]))
     assert not torch.equal(out, attend([5, 7]))
+
+
+def waits_on_its_stream(group) -> None:
+    group.side.wait_stream(npu.current_stream())
+
+
+def host_waits_for_the_stream(group) -> None:
+    npu.current_stream().synchronize()
+
+
+def host_waits_for_an_event(group) -> None:
+    event = npu.Event()
+    event.record()
+    event.synchronize()
+
+
+def host_sees_an_event(group) -> None:
+    event = npu.Event()
+    event.record()
+    assert event.query()
+
+
+def host_reads_a_result(group) -> None:
+    group.result.tolist()
+
+
+def another_stream_in_between(group) -> None:
+    event, between = npu.Event(), npu.Stream()
+    between.wait_stream(npu.current_stream())
+    event.record(between)
+    group.side.wait_event(event)
+
+
+def nothing_waits(group) -> None:
+    pass
+
+
+def waits_for_what_lay_before(group) -> None:
+    group.side.wait_event(group.early)
+
+
+def waits_for_an_event_that_nobody_recorded(group) -> None:
+    group.side.wait_event(npu.Event())
+
+
+def another_stream_waits(group) -> None:
+    npu.Stream().wait_stream(npu.current_stream())
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        waits_on_its_stream,
+        host_waits_for_the_stream,
+        host_waits_for_an_event,
+        host_sees_an_event,
+        host_reads_a_result,
+        another_stream_in_between,
+    ],
+)
+def test_an_update_behind_the_last_replay(group, wait):
+    for factor in (2.0, 3.0):
+        group.graph.replay()
+        wait(group)
+        update(group, lambda factor=factor: scaled(group.x, group.out, factor))
+    group.graph.replay()
+    assert group.result.tolist() == [4] * 3
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [nothing_waits, waits_for_what_lay_before, waits_for_an_event_that_nobody_recorded, another_stream_waits],
+)
+def test_an_update_that_the_last_replay_may_overtake_is_refused(group, wait):
+    group.graph.replay()
+    group.early = npu.Event()
+    group.early.record()
+    group.graph.replay()
+    wait(group)
+    with pytest.raises(RuntimeError, match="updated while a replay before may still run"):
+        update(group, lambda: scaled(group.x, group.out, 10.0))
+    npu.synchronize()
+    update(group, lambda: scaled(group.x, group.out, 10.0))
+    group.graph.replay()
+    assert group.result.tolist() == [11] * 3

@@ -7,14 +7,12 @@
 #include "vnpu.h"
 #include "written.h"
 
-extern "C" void vnpu_count_sync(int kind);
+extern "C" void vnpu_copied_to_host(const void* stream);
 extern "C" int vnpu_zero(void* memory, size_t bytes);
 
 namespace vnpu {
 
 namespace {
-
-constexpr int kCopyToHost = 3;  // Sync::kCopyToHost of the runtime
 
 // torch.device("npu") as a context manager and torch function modes must not reach into a reference.
 class NoTorchFunction {
@@ -106,10 +104,10 @@ bool zero_pages(const Stack& stack) {
 
 void run(const OpInfo& info, Stack& stack) {
   if (info.zero && zero_pages(stack)) return;
-  if (leaves_device(info, stack)) vnpu_count_sync(kCopyToHost);
+  if (leaves_device(info, stack)) vnpu_copied_to_host(current_stream());
   Aliases aliases;
   aliases.replace_inputs(info, stack);
-  if (aliases.results_stay_on_cpu() && info.copy && !to_goes_on(info, stack)) vnpu_count_sync(kCopyToHost);
+  if (aliases.results_stay_on_cpu() && info.copy && !to_goes_on(info, stack)) vnpu_copied_to_host(current_stream());
   {
     c10::OptionalDeviceGuard guard;
     if (aliases.device() != vnpu_device()) guard.reset_device(c10::Device(c10::DeviceType::PrivateUse1, aliases.device()));

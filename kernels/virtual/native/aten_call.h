@@ -111,7 +111,9 @@ void note_written(const IValue& value);
 void run_cpu(const OpInfo& info, Stack& stack);
 // The whole call, outside captures.
 void run(const OpInfo& info, Stack& stack);
-// Whether the current stream of this thread's device takes part in an open capture.
+// The current stream of this thread's device.
+const void* current_stream();
+// Whether that stream takes part in an open capture.
 bool on_captured_stream();
 // Whether this call makes the host wait for the device.
 bool leaves_device(const OpInfo& info, const Stack& stack);

@@ -124,10 +124,6 @@ void replay(const Recorded& call) {
   }
 }
 
-const void* current_stream() {
-  return c10_npu::getCurrentNPUStream(static_cast<c10::DeviceIndex>(vnpu_device())).stream(false);
-}
-
 }  // namespace
 
 void return_written(const OpInfo& info, Stack& stack) {
@@ -143,6 +139,10 @@ void return_written(const OpInfo& info, Stack& stack) {
       if (arguments[i].alias_info() != nullptr && *arguments[i].alias_info() == *result.alias_info())
         results.push_back(stack[i]);
   stack.swap(results);
+}
+
+const void* current_stream() {
+  return c10_npu::getCurrentNPUStream(static_cast<c10::DeviceIndex>(vnpu_device())).stream(false);
 }
 
 bool on_captured_stream() { return vnpu_capturing() && vnpu_stream_capturing(current_stream()); }

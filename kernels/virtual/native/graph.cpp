@@ -3,6 +3,7 @@
 #include <acl/acl.h>
 
 #include <mutex>
+#include <utility>
 
 #include "graph.h"
 
@@ -205,6 +206,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     return vnpu_fail(ACL_ERROR_RT_MODEL_RUNNING, "virtual NPU: graph %u is still running: its last replay waits for an "
                      "external event", graph->id);
   if (const int code = vnpu::refuse_behind_waiting_replay(stream, "a replay"); code != ACL_SUCCESS) return code;
+  graph->before = std::exchange(graph->last, vnpu::replay_on(stream));
   return run(graph, 0, stream);
 }
 
@@ -235,10 +237,17 @@ aclError aclmdlRICaptureTaskGrpEnd(aclrtStream, aclrtTaskGrp* handle) {
   return ACL_SUCCESS;
 }
 
-aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream, aclrtTaskGrp handle) {
+aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream stream, aclrtTaskGrp handle) {
   if (open_graph != nullptr) return vnpu::refuse_in_capture("updating a task group");
   if (updating != nullptr) return vnpu_fail(VNPU_INVALID_PARAM, "virtual NPU: a task update is already open");
-  updating = static_cast<vnpu::TaskGroup*>(handle);
+  auto* group = static_cast<vnpu::TaskGroup*>(handle);
+  // A replay that waits at an event is the one that the update is for.
+  const vnpu::Replay& over = group->graph->running ? group->graph->before : group->graph->last;
+  if (over.number != 0 && !vnpu::comes_after(vnpu::stream_of(stream), over))
+    return vnpu_fail(ACL_ERROR_RT_MODEL_RUNNING, "virtual NPU: a task of graph %u is updated while a replay before may still "
+                     "run: the stream of the update must wait for an event behind that replay, or the host for the replay",
+                     group->graph->id);
+  updating = group;
   update_steps.clear();
   return ACL_SUCCESS;
 }

@@ -26,6 +26,7 @@ struct Graph {
   bool open = true;
   std::string invalid;  // why the capture cannot be used any more
   bool running = false;
+  Replay last, before;  // its newest replay, and the one before that
   Stream* origin = nullptr;
   std::vector<Stream*> streams;  // that take part while the capture is open
   std::vector<Step> steps;

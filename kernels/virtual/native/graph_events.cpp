@@ -29,6 +29,7 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   }
   event->capture = graph;
   mark(event);
+  vnpu::record_order(event, vnpu::stream_of(stream_handle));
   return external ? vnpu::resume(event) : ACL_SUCCESS;
 }
 
@@ -57,6 +58,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   }
   if (external && !event->recorded)
     return vnpu_fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE, "virtual NPU: wait for an external event that nobody recorded");
+  vnpu::wait_order(stream, event);
   return ACL_SUCCESS;
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "order.h"
 #include "vnpu.h"
 
 namespace vnpu {
@@ -36,6 +37,7 @@ struct Stream {
   int id;
   int device;
   Graph* capture = nullptr;  // the open capture that this stream takes part in
+  Behind behind;
 };
 
 struct Event {
@@ -43,6 +45,7 @@ struct Event {
   std::atomic<bool> recorded{false};
   std::atomic<int64_t> nanoseconds{0};
   Graph* capture = nullptr;  // recorded inside this open capture
+  Behind behind;
 };
 
 int64_t now_ns();

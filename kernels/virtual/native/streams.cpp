@@ -40,14 +40,17 @@ using vnpu::Sync;
 
 extern "C" {
 
-void vnpu_count_sync(int kind) { vnpu::count_sync(static_cast<Sync>(kind)); }
+void vnpu_copied_to_host(const void* stream) {
+  vnpu::count_sync(Sync::kCopyToHost);
+  vnpu::host_waited(vnpu::stream_of(const_cast<void*>(stream)));
+}
 uint64_t vnpu_sync_count(int kind) { return sync_counts[static_cast<size_t>(kind)].load(); }
 void vnpu_reset_sync_counts() {
   for (auto& count : sync_counts) count.store(0);
 }
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
-  *stream = new vnpu::Stream{next_stream_id.fetch_add(1), vnpu_device()};
+  *stream = new vnpu::Stream{.id = next_stream_id.fetch_add(1), .device = vnpu_device()};
   return ACL_SUCCESS;
 }
 aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
@@ -65,12 +68,14 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
 
 aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
   if (vnpu::stream_of(stream)->capture != nullptr) return vnpu::refuse_in_capture("querying a stream");
+  vnpu::host_waited(vnpu::stream_of(stream));
   *status = ACL_STREAM_STATUS_COMPLETE;
   return ACL_SUCCESS;
 }
 
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
   vnpu::count_sync(Sync::kStream);
+  vnpu::host_waited(vnpu::stream_of(stream));
   const int code = vnpu::refuse_behind_waiting_replay(vnpu::stream_of(stream), "waiting for the stream");
   if (code != ACL_SUCCESS) return code;
   return vnpu::refuse_in_capture("synchronizing a stream");
@@ -79,6 +84,7 @@ aclError aclrtSynchronizeStream(aclrtStream stream) { return aclrtSynchronizeStr
 
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
   vnpu::count_sync(Sync::kDevice);
+  vnpu::host_waited_for_device(vnpu_device());
   const int code = vnpu::refuse_behind_waiting_replay(nullptr, "waiting for the device");
   if (code != ACL_SUCCESS) return code;
   return vnpu::refuse_in_capture("synchronizing the device");
@@ -94,7 +100,8 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
   return ACL_SUCCESS;
 }
 
-aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus* status) {
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
+  vnpu::host_waited(event_of(event));
   *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;
   return ACL_SUCCESS;
 }
@@ -105,6 +112,7 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* status) {
 
 aclError aclrtSynchronizeEvent(aclrtEvent event) {
   vnpu::count_sync(Sync::kEvent);
+  vnpu::host_waited(event_of(event));
   if (event_of(event)->capture != nullptr) return vnpu::refuse_in_capture("synchronizing an event");
   return ACL_SUCCESS;
 }
