@@ -59,14 +59,15 @@ def _is_small(fn: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, 
 
 def _room(value: Any, room: int) -> int:
     """What of ``room`` characters ``value`` leaves, below 0 where it is too large; an entry counts as one more."""
-    if isinstance(value, (str, bytes)):
-        return room - len(value)
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple)):
-        room -= len(value)
-        for each in value:
-            if room < 0:
-                break
-            room = _room(each, room)
+    left = [value]  # a request may nest values deeper than Python nests calls
+    while left and room >= 0:
+        value = left.pop()
+        if isinstance(value, (str, bytes)):
+            room -= len(value)
+        elif isinstance(value, Mapping):
+            room -= 2 * len(value)
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            room -= len(value)
+            left += value
     return room

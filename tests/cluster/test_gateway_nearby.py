@@ -42,6 +42,16 @@ def test_size_decides_where(args: tuple, kwargs: dict, near: bool):
             assert (future.result() == threading.get_ident()) is near
 
 
+def test_a_value_may_be_nested_deeper_than_calls():
+    deep: list[Any] = []
+    for _ in range(MOST_CHARACTERS - 100):
+        deep = [deep]
+    with ThreadPoolExecutor(1) as far:
+        executor = NearExecutor(far)
+        assert executor.submit(where, chat_template_kwargs={"x": deep}).result() == threading.get_ident()
+        assert executor.submit(where, [[deep]] * 101).result() != threading.get_ident()
+
+
 def test_an_error_comes_with_the_result():
     with ThreadPoolExecutor(1) as far, pytest.raises(ZeroDivisionError):
         NearExecutor(far).submit(lambda: 1 / 0).result()
