@@ -192,6 +192,39 @@ async def test_nothing_overtakes_anything_on_a_connection_that_is_full_at_times(
         assert (True, True) in ways, "both ways were taken in one stream"
 
 
+def ends(wire: Wire) -> tuple[str, list[dict]]:
+    """As told, without the events between the first one and the last: how many there are is a matter of time."""
+    text, events = wire.told()
+    return text, [each for each in events if "role" in str(each) or each["choices"][0]["finish_reason"]]
+
+
+async def test_random_streams_are_those_of_the_usual_way(tokenizer: Any):
+    async with front(tokenizer, *engines(3)) as f:
+        short = 0
+        for seed in range(14):
+            chance = random.Random(seed)
+            for engine in f.gateway.fleet.engines:
+                engine.per_message = chance.choice([1, 1, 2, 5])
+            params = {
+                "max_tokens": chance.randint(1, 40),
+                "min_tokens": chance.choice([0, 0, 1]),
+                "skip_special_tokens": chance.random() < 0.5,
+                "spaces_between_special_tokens": chance.random() < 0.5,
+                "stop": chance.choice([[], [], ["e"], ["never said"]]),
+                "stop_token_ids": chance.choice([[], [], [chance.randrange(250)]]),
+                "chat": chance.random() < 0.5,
+            }
+            usual = await f.ask(None, **params)
+            fullness = chance.choice([0.0, 0.0, 0.2])
+            breaks = sorted(chance.sample(range(1, 40), chance.randint(0, 2)))
+            wire = Wire(lambda chance=chance, fullness=fullness: chance.random() < fullness)  # type: ignore[misc]
+            await f.ask(wire, *breaks, **params)
+            assert ends(wire) == ends(usual), (seed, params, breaks)
+            assert str(wire.usage) == str(usual.usage), (seed, params, breaks)  # type: ignore[attr-defined]
+            short += wire.short
+        assert short > 0
+
+
 async def test_messages_held_back_between_keep_to_the_usual_way(tokenizer: Any):
     class Held(Wire):
         @property  # type: ignore[override]
