@@ -144,6 +144,8 @@ class Wire:
         try:
             while data := await source.read(1 << 16):
                 await self._open.wait()
+                if sink.is_closing():  # uvloop takes a write then for a fault of the program
+                    break
                 sink.write(data)
                 await sink.drain()
         except ConnectionError:
