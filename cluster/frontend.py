@@ -224,6 +224,8 @@ class Frontend:
             await self._router.close(GRACE_S)
         if hasattr(self, "_exporter") and self._exporter is not None:
             await self._exporter.cleanup()
+        for claim in getattr(self, "_claims", ()):
+            claim.close()
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:

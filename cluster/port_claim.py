@@ -7,10 +7,12 @@ the first one looks whether somebody else listens already.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -30,15 +32,18 @@ class PortClaim:
         Raises:
             OSError: another fleet has it or another program listens on it at ``host``, or the claim cannot be written.
         """
-        file = _folder(within or Path(tempfile.gettempdir())) / f"{_network()}-{port}"
+        self._folder = (within or Path(tempfile.gettempdir())) / f"npufleet-ports-{os.getuid()}"
+        self._lock = _hold(self._folder)
+        file = self._folder / f"{_network()}-{port}"
         self.shared = True
         """Another front end of this fleet had it already."""
-        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            os.close(self._lock)
+            raise
         try:
             self._take(hashlib.sha256(fleet.encode()).digest(), host, port)
-        except BlockingIOError as error:
-            self.close()
-            raise OSError(errno.EADDRINUSE, f"front ends of another fleet have port {port}") from error
         except OSError:
             self.close()  # or its lock would refuse the next attempt
             raise
@@ -52,29 +57,45 @@ class PortClaim:
             _nobody_listens(host, port)
             os.pwrite(self._file, name, 0)
             self.shared = False
-        fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(self._file, fcntl.LOCK_SH)  # nobody holds more for longer than it takes to write a name
         if os.pread(self._file, len(name), 0) != name:
-            raise BlockingIOError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            raise OSError(errno.EADDRINUSE, f"front ends of another fleet have port {port}")
 
     def touch(self) -> None:
         """Say now and then that it is in use: systems remove temporary files that are some days old."""
         os.utime(self._file)
+        os.utime(self._lock)
 
     def close(self) -> None:
-        """Give it up."""
+        """Give it up; the last claim of a user takes their folder along."""
         os.close(self._file)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
 
 
-def _folder(within: Path) -> Path:
-    """The folder of this user's claims. In a folder that everybody may write to, somebody else may have made it."""
-    folder = within / f"npufleet-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(
-            errno.EACCES, "it is not a folder that only this user can write to; remove it", str(folder)
-        )
-    return folder
+def _hold(folder: Path) -> int:
+    """Make the folder of this user's claims and return a descriptor that keeps it there.
+
+    In a folder that everybody may write to, somebody else may have made it.
+    """
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):  # the last claim took it along meanwhile
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise OSError(
+                    errno.EACCES,
+                    "it is not a folder that only this user can write to; remove it",
+                    str(folder),
+                )
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # until whoever removes it is done
+            if os.fstat(lock).st_nlink:  # else it is removed
+                return lock
+            os.close(lock)
 
 
 def _network() -> int:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -106,14 +107,17 @@ def test_claims_are_written_where_nobody_else_can_write(tmp_path: Path, port: in
     with pytest.raises(OSError, match="only this user can write to; remove it"):
         claim(port, "ours", tmp_path)
     folder.chmod(0o700)
-    claim(port, "ours", tmp_path).close()
-    (file,) = folder.iterdir()
+    other = claim(0, "ours", tmp_path)  # keeps the folder
+    mine = claim(port, "ours", tmp_path)
+    (file,) = folder.glob(f"*-{port}")
+    mine.close()
     kept = elsewhere / "kept"
     kept.write_text("of value")
     file.unlink()
     file.symlink_to(kept)
     with pytest.raises(OSError, match=str(port)):
         claim(port, "ours", tmp_path)
+    other.close()
     assert kept.read_text() == "of value"
 
 
@@ -124,3 +128,36 @@ def test_networks_of_one_machine_have_ports_of_their_own(
     monkeypatch.setattr(port_claim, "_network", lambda: 1)
     claim(port, "theirs", tmp_path).close()
     ours.close()
+
+
+def test_the_last_claim_takes_the_folder_along_and_the_next_makes_it_anew(tmp_path: Path, port: int) -> None:
+    for _ in range(2):
+        first, second = claim(port, "ours", tmp_path), claim(0, "ours", tmp_path)
+        (folder,) = tmp_path.iterdir()
+        second.close()
+        assert folder.exists() and len(list(folder.iterdir())) == 2
+        with pytest.raises(OSError, match="another fleet"):
+            claim(port, "theirs", tmp_path)
+        first.close()
+        assert not folder.exists()
+
+
+def test_claims_that_come_and_go_at_once_are_never_lost(tmp_path: Path) -> None:
+    """Each has a folder that is there, whoever removes the one before at the same moment."""
+    failed: list[OSError] = []
+
+    def come_and_go() -> None:
+        for _ in range(200):
+            try:
+                mine = claim(0, "ours", tmp_path)
+                assert (tmp_path / f"npufleet-ports-{os.getuid()}").exists()
+                mine.close()
+            except OSError as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and not list(tmp_path.iterdir())
