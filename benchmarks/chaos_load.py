@@ -14,7 +14,8 @@ import httpx
 
 GIVE_UP_S = 240.0  # a client that waits longer calls its request lost
 PAUSE_S = 0.5
-EVERY_S = 1.5  # a client asks at most so often: processors are to be left over for what starts anew
+EVERY_S = 1.5  # a client asks at most so often, and pauses for as long as its last answer took
+"""Processors are to be left over for what starts anew, on a slow machine too: Ray gives its head 30 s."""
 
 
 class Refused(Exception):
@@ -71,7 +72,8 @@ class Load:
             turn += 1
             begun = time.monotonic()
             await self._request(client, model, prompt)
-            await asyncio.sleep(max(0.0, begun + EVERY_S - time.monotonic()))
+            took = time.monotonic() - begun
+            await asyncio.sleep(max(took, EVERY_S - took))
 
     async def _request(self, client: httpx.AsyncClient, model: str, prompt: str) -> None:
         account, give_up = self.account, time.monotonic() + GIVE_UP_S
